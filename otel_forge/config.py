@@ -1,0 +1,316 @@
+"""The configuration: one pydantic model for file, dict and environment. It must not import the SDK, torch or an exporter.
+
+Every environment variable that otel-forge reads is named here and read here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from otel_forge.errors import ConfigError
+
+ENV_CONFIG = "OTEL_FORGE_CONFIG"
+"""Path of the configuration file, when `init` is given none."""
+ENV_ENDPOINT = "OTEL_FORGE_ENDPOINT"
+"""Base URL of the Collector's (or, with shape direct, the exporter process's) OTLP/HTTP receiver."""
+ENV_SHAPE = "OTEL_FORGE_SHAPE"
+"""`inprocess`, `direct` or `collector`: what stands behind the endpoint."""
+ENV_RUN_ID = "OTEL_FORGE_RUN_ID"
+"""The run id, the same in every process of a run. `otel-forge run` sets it."""
+ENV_ROLE = "OTEL_FORGE_ROLE"
+"""The role of the process, when `init` is given none."""
+ENV_MODES = "OTEL_FORGE_MODES"
+"""Comma-separated logging modes that the exporter's backends need. `otel-forge run` sets it."""
+ENV_STATE_DIR = "OTEL_FORGE_STATE_DIR"
+"""The node-local directory for spilled packets, the exporter's spool and the servers' state."""
+ENV_INSTRUMENT = "OTEL_FORGE_INSTRUMENT"
+"""Comma-separated patterns `module:Class.method` to instrument without touching the code."""
+ENV_COLLECTOR_BIN = "OTEL_FORGE_COLLECTOR_BIN"
+ENV_JAEGER_BIN = "OTEL_FORGE_JAEGER_BIN"
+ENV_DISABLED = ("OTEL_SDK_DISABLED", "FORGE_DISABLE_METRICS")
+"""Any of them set to true turns everything off. The second is torchforge's name."""
+ENV_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+ENV_OTLP_METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+ENV_OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+
+MAX_WINDOW_S = 60.0
+
+
+class LoggingMode(enum.Enum):
+    """What a backend gets to see of the ranks' values."""
+
+    GLOBAL_REDUCE = "global_reduce"
+    """One row per step and role, reduced over all ranks."""
+    PER_RANK_REDUCE = "per_rank_reduce"
+    """One row per step and rank."""
+    PER_RANK_NO_REDUCE = "per_rank_no_reduce"
+    """One row per record, as it happens."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class BackendConfig(_Model):
+    """What every backend can be told; a backend's own options are fields of its subclass or, for the user's own, kept in `model_extra`."""
+
+    logging_mode: LoggingMode = LoggingMode.GLOBAL_REDUCE
+    every: int = Field(default=1, ge=1)
+    """Write every n-th step; the values of the steps between are merged in, not skipped."""
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    """Key patterns (fnmatch)."""
+    rename: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class WandbConfig(BackendConfig):
+    project: str = "otel-forge"
+    entity: str | None = None
+    name: str | None = None
+    """Name of the global run, or the template of all names: `{name}`, `{role}`, `{rank}`, `{host}`."""
+    group: str | None = None
+    id: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
+    job_type: str | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """None: what WANDB_MODE says, else online with an API key and offline without."""
+    dir: Path | None = None
+    per_rank_share_run: bool = False
+    shared: bool = False
+    resume: Literal["continue", "overwrite", "fork"] = "continue"
+    finish_timeout: float = Field(default=60.0, gt=0)
+    """Seconds."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `wandb.init`."""
+
+
+class JsonlConfig(BackendConfig):
+    path: Path | None = None
+    """None: `otel-forge-runs/<run id>/metrics.jsonl` in the exporter's working directory."""
+
+
+class ConsoleConfig(BackendConfig):
+    pass
+
+
+class TensorboardConfig(BackendConfig):
+    dir: Path | None = None
+    """None: `otel-forge-runs/<run id>/tensorboard`."""
+
+
+class CustomConfig(BackendConfig):
+    """A backend of the user's own: `class` is a dotted path `package.module:Class`; everything else is handed to it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True)
+    class_: str = Field(alias="class")
+
+
+BACKENDS: dict[str, type[BackendConfig]] = {
+    "wandb": WandbConfig,
+    "jsonl": JsonlConfig,
+    "console": ConsoleConfig,
+    "tensorboard": TensorboardConfig,
+}
+"""The backends that come with otel-forge, by the name they have in `metric_logging`."""
+
+
+class TracingConfig(_Model):
+    enabled: bool = True
+    endpoint: str | None = None
+    """Base URL for spans, when they do not go the metrics' way."""
+    timer: Literal["auto", "cpu", "gpu", "gpu_sync"] = "auto"
+    track_memory: bool = False
+    every: int = Field(default=1, ge=1)
+    max_spans_per_step: int = Field(default=2000, ge=1)
+    pending_after_s: float = Field(default=30.0, gt=0)
+
+
+class StepConfig(_Model):
+    on: Literal["manual", "optimizer", "method"] = "manual"
+    method: str | None = None
+
+
+class TlsConfig(_Model):
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+
+class CollectorConfig(_Model):
+    shape: Literal["auto", "inprocess", "direct", "collector"] = "auto"
+    endpoint: str | None = None
+    window_s: float = Field(default=1.0, gt=0, le=MAX_WINDOW_S)
+    row_deadline_s: float = Field(default=10.0, gt=0)
+    amend_horizon_s: float = Field(default=3600.0, gt=0)
+    gateway: Literal["forward", "reduce"] = "forward"
+    tls: TlsConfig | None = None
+    token: str | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not re.match(r"https?://[^/]+", value):
+            raise ValueError(f"must be a URL such as http://127.0.0.1:4318, not {value!r}")
+        return value
+
+
+class ForgeConfig(_Model):
+    """The whole configuration; see README for the file's form."""
+
+    metric_logging: dict[str, BackendConfig] = Field(default_factory=dict)
+    """Backends by name. Empty: `jsonl` and `console`, both `global_reduce`."""
+    merge_roles: bool = False
+    tracing: TracingConfig = TracingConfig()
+    instrument: tuple[str, ...] = ()
+    step: StepConfig = StepConfig()
+    collector: CollectorConfig = CollectorConfig()
+    resource: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    state_dir: Path | None = None
+
+    def modes(self) -> frozenset[LoggingMode]:
+        """The logging modes that the backends need."""
+        return frozenset(backend.logging_mode for backend in self.metric_logging.values())
+
+
+def default_state_dir() -> Path:
+    """Node-local, private to the user: OTEL_FORGE_STATE_DIR, else `/var/tmp/otel-forge-$UID`."""
+    given = os.environ.get(ENV_STATE_DIR)
+    if given:
+        return Path(given)
+    base = Path("/var/tmp") if os.path.isdir("/var/tmp") else Path(tempfile.gettempdir())
+    return base / f"otel-forge-{os.getuid()}"
+
+
+def state_dir(config: ForgeConfig) -> Path:
+    """The configured state directory, made absolute. It is not created here."""
+    return (config.state_dir or default_state_dir()).expanduser().absolute()
+
+
+def is_disabled() -> bool:
+    """Whether an environment variable turns all telemetry off."""
+    return any(os.environ.get(name, "").strip().lower() in ("true", "1", "yes") for name in ENV_DISABLED)
+
+
+def load_config(source: Any = None) -> ForgeConfig:
+    """Make a ForgeConfig from a path, dict, DictConfig or ForgeConfig; None means OTEL_FORGE_CONFIG's file, or the defaults.
+
+    Raises ConfigError with every problem at once; an unknown key is named with the nearest right one.
+    """
+    if isinstance(source, ForgeConfig):
+        return source
+    if source is None:
+        source = os.environ.get(ENV_CONFIG) or {}
+    if isinstance(source, (str, os.PathLike)):
+        return _parse(_read_yaml(Path(source)), str(source))
+    return _parse(_plain(source), None)
+
+
+def _read_yaml(path: Path) -> object:
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"cannot read it: {error.strerror}"], str(path)) from error
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
+
+
+def _plain(source: object) -> object:
+    """A dict from any Mapping, DictConfig included (which is one only by duck type)."""
+    if hasattr(source, "items"):
+        return {str(key): _plain(value) for key, value in source.items()}
+    if isinstance(source, (list, tuple)) or type(source).__name__ == "ListConfig":
+        return [_plain(value) for value in source]  # type: ignore[attr-defined]
+    return source
+
+
+_TOP_FIELDS = set(ForgeConfig.model_fields) - {"merge_roles"}
+
+
+def _parse(raw: object, source: str | None) -> ForgeConfig:
+    if not isinstance(raw, Mapping):
+        raise ConfigError([f"expected a mapping of settings, got {type(raw).__name__}"], source)
+    raw = dict(raw)
+    problems: list[str] = []
+    for key in list(raw):
+        if key not in _TOP_FIELDS:
+            problems.append(_unknown(str(key), "", _TOP_FIELDS))
+            del raw[key]
+    logging_raw = raw.get("metric_logging") or {}
+    if isinstance(logging_raw, Mapping):
+        logging_raw = dict(logging_raw)
+        raw["merge_roles"] = logging_raw.pop("merge_roles", False)
+        raw["metric_logging"] = _parse_backends(logging_raw, problems)
+    config = _validate(ForgeConfig, raw, "", problems)
+    if problems or config is None:
+        raise ConfigError(problems, source)
+    if not config.metric_logging:
+        config = config.model_copy(update={"metric_logging": {"jsonl": JsonlConfig(), "console": ConsoleConfig()}})
+    return config
+
+
+def _parse_backends(raw: Mapping[Any, Any], problems: list[str]) -> dict[str, BackendConfig]:
+    backends: dict[str, BackendConfig] = {}
+    for name, options in raw.items():
+        path = f"metric_logging.{name}"
+        options = {} if options is None else options
+        if not isinstance(options, Mapping):
+            problems.append(f"{path}: expected a mapping of options, got {options!r}")
+            continue
+        model = BACKENDS.get(str(name)) or (CustomConfig if "class" in options else None)
+        if model is None:
+            problems.append(_unknown(str(name), "metric_logging", set(BACKENDS) | {"merge_roles"}, "backend") + " (a backend of your own needs `class`)")
+            continue
+        backend = _validate(model, dict(options), path, problems)
+        if backend is not None:
+            backends[str(name)] = backend
+    return backends
+
+
+def _validate(model: type[Any], raw: Mapping[Any, Any], path: str, problems: list[str]) -> Any:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        for item in error.errors():
+            where = ".".join(str(part) for part in (path, *item["loc"]) if part != "")
+            if item["type"] == "extra_forbidden":
+                known = _fields_at(model, item["loc"][:-1])
+                problems.append(_unknown(str(item["loc"][-1]), where.rpartition(".")[0], known))
+            else:
+                problems.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
+        return None
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> set[str]:
+    for part in loc:
+        annotation = model.model_fields[str(part)].annotation if part in model.model_fields else None
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        nested = [item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)]
+        if not nested:
+            return set()
+        model = nested[0]
+    return set(model.model_fields)
+
+
+def _unknown(key: str, path: str, known: set[str], what: str = "key") -> str:
+    where = f"{path}.{key}" if path else key
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"{where}: unknown {what}; {hint}"
