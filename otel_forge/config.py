@@ -276,7 +276,9 @@ def _parse_backends(raw: Mapping[Any, Any], problems: list[str]) -> dict[str, Ba
             continue
         model = BACKENDS.get(str(name)) or (CustomConfig if "class" in options else None)
         if model is None:
-            problems.append(_unknown(str(name), "metric_logging", set(BACKENDS) | {"merge_roles"}, "backend") + " (a backend of your own needs `class`)")
+            problems.append(
+                _unknown(str(name), "metric_logging", set(BACKENDS) | {"merge_roles"}, "backend") + " (a backend of your own needs `class`)"
+            )
             continue
         backend = _validate(model, dict(options), path, problems)
         if backend is not None:

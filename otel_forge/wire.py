@@ -87,7 +87,9 @@ _NOT_NAME = re.compile(r"[^A-Za-z0-9_.\-/]")
 
 
 def metric_name(key: str, component: str | None = None) -> str:
-    """The OTel metric name for a key: the key itself where OTel allows it, else a cleaned name with a hash of the key, so that two keys never collide.
+    """The OTel metric name for a key: the key itself where OTel allows it, else a cleaned name with a hash of the key.
+
+    The hash keeps two keys from colliding after the cleaning.
 
     A component (`weight`, `x`, …) is appended after a dot, because one OTel name must not hold two kinds of data.
     """

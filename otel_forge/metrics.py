@@ -1,0 +1,311 @@
+"""`record_metric` and the series it appends to. It must not know steps, packets or the network; importing it loads nothing but the standard library.
+
+Who may touch what: any thread appends to a series' lists; only `drain` removes from their front. Both are single list operations, atomic under the
+interpreter's lock, so that no value is lost or taken twice without a lock of ours.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from otel_forge.errors import InvalidValueError, ReductionConflict, UsageError
+
+logger = logging.getLogger("otel_forge")
+
+MAX_BEFORE_INIT = 100_000
+"""Values that one series keeps while nothing takes them (before `init`); the rest is counted as dropped."""
+MAX_KEY_LENGTH = 1024
+
+
+class Reduce(enum.Enum):
+    """How the values of one key become one number per step, over all records of all ranks."""
+
+    MEAN = "mean"
+    """Sum over count (or, with `weight=`, over the sum of weights) of all records of all ranks."""
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    COUNT = "count"
+    """How many records there were; their values do not matter."""
+    STD = "std"
+    """Population standard deviation of all records of all ranks, exact; one value gives 0.0."""
+
+    @staticmethod
+    def HISTOGRAM(bounds: Any) -> HistogramReduce:
+        """Counts per bucket; the row has `key/p50`, `key/p95`, `key/p99`. Bounds are ascending finite numbers."""
+        return HistogramReduce(bounds)
+
+
+class HistogramReduce:
+    """The reduction that `Reduce.HISTOGRAM(bounds)` gives; equal bounds give the same object."""
+
+    _made: dict[tuple[float, ...], HistogramReduce] = {}  # noqa: RUF012 - shared on purpose: identity is what the hot path compares
+    bounds: tuple[float, ...]
+    value = "histogram"
+    name = "HISTOGRAM"
+
+    def __new__(cls, bounds: Any) -> HistogramReduce:
+        edges = tuple(float(bound) for bound in bounds)
+        if not edges or any(not math.isfinite(edge) for edge in edges) or any(low >= high for low, high in itertools.pairwise(edges)):
+            raise ValueError(f"Reduce.HISTOGRAM: bounds must be ascending finite numbers, got {edges}")
+        made = cls._made.get(edges)
+        if made is None:
+            made = super().__new__(cls)
+            made.bounds = edges
+            made = cls._made.setdefault(edges, made)
+        return made
+
+    def __repr__(self) -> str:
+        return f"Reduce.HISTOGRAM({list(self.bounds)})"
+
+
+Reduction: TypeAlias = "Reduce | HistogramReduce"
+
+
+class Series:
+    """The values of one key and reduction that were recorded and not yet taken."""
+
+    __slots__ = ("deferred", "key", "reduction", "values", "weighted")
+
+    def __init__(self, key: str, reduction: Reduction) -> None:
+        self.key = key
+        self.reduction = reduction
+        self.values: list[float] = []
+        self.weighted: list[tuple[float, float]] = []
+        self.deferred: list[tuple[Any, float | None]] = []
+        """Device scalars (and their weight) that are read when the step is folded, never at the call."""
+
+
+class Taken:
+    """What `drain` took of one series."""
+
+    __slots__ = ("deferred", "series", "values", "weighted")
+
+    def __init__(self, series: Series, values: list[float], weighted: list[tuple[float, float]], deferred: list[tuple[Any, float | None]]) -> None:
+        self.series = series
+        self.values = values
+        self.weighted = weighted
+        self.deferred = deferred
+
+
+class Registry:
+    """All series of this process. One per process, in `_registry`; tests make their own."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[Reduction, Callable[[float], None]]] = {}
+        """Key → (its first reduction, append): all that the hot path looks at. Empty while recording is bounded, streamed or off."""
+        self.series: dict[tuple[str, Reduction], Series] = {}
+        self.strict = False
+        self.off = False
+        self.bounded = True
+        """True while nothing drains: before `init`, so that a program that never calls it does not fill its memory."""
+        self.stream: Callable[[str, float], None] | None = None
+        """Called with each key and value while a backend wants every record."""
+        self.dropped = 0
+        self.problems: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()
+        self._converters: dict[type, Callable[[Any], Any]] = {}
+
+    # --- recording, the slow way ---------------------------------------------------------------------------------
+
+    def record(self, key: str, value: Any, reduction: Reduction, weight: Any) -> None:
+        """Everything that the one-line hot path does not do: first sight of a key, other types, weights, bounds, streams."""
+        if self.off:
+            return
+        try:
+            series = self.series.get((key, reduction)) or self._register(key, reduction)
+            if series is None:
+                self.dropped += 1
+                return
+            self._append(series, value, weight)
+        except UsageError:
+            if self.strict:
+                raise
+        except Exception as error:
+            self._problem(key, "record", f"{key!r}: could not be recorded: {error!r}", UsageError)
+
+    def _append(self, series: Series, value: Any, weight: Any) -> None:
+        if series.reduction is Reduce.COUNT:
+            number: Any = 1.0
+        else:
+            number = self._number(series.key, value)
+        if number is None:
+            self.dropped += 1
+            return
+        if weight is not None:
+            weight = self._weight(series, weight)
+            if weight is None:
+                self.dropped += 1
+                return
+        if self.bounded and len(series.values) + len(series.weighted) + len(series.deferred) >= MAX_BEFORE_INIT:
+            self._problem(
+                series.key, "full", f"{series.key!r}: {MAX_BEFORE_INIT} values wait for otel_forge.init(); further ones are dropped", UsageError
+            )
+            self.dropped += 1
+        elif isinstance(number, list):
+            for item in number:
+                self._append_number(series, item, weight)
+        elif number.__class__ is float:
+            self._append_number(series, number, weight)
+        else:
+            series.deferred.append((number, weight))
+
+    def _append_number(self, series: Series, number: float, weight: float | None) -> None:
+        if weight is None:
+            series.values.append(number)
+        else:
+            series.weighted.append((number, weight))
+        if self.stream is not None:
+            self.stream(series.key, number)
+
+    def _weight(self, series: Series, weight: Any) -> float | None:
+        if series.reduction is not Reduce.MEAN:
+            self._problem(series.key, "weight", f"{series.key!r}: weight= has a meaning for Reduce.MEAN only, not {series.reduction}", UsageError)
+            return None
+        number = self._number(series.key, weight)
+        if not isinstance(number, float) and number is not None and not isinstance(number, list):
+            number = float(number.item())
+        if not isinstance(number, float) or number < 0:
+            self._problem(series.key, "weight", f"{series.key!r}: weight must be a number ≥ 0, got {weight!r}", InvalidValueError)
+            return None
+        return number
+
+    def _register(self, key: str, reduction: Reduction) -> Series | None:
+        if not isinstance(key, str) or not key.strip():
+            self._problem(str(key), "key", f"a key must be a non-empty string, got {key!r}", InvalidValueError)
+            return None
+        if len(key) > MAX_KEY_LENGTH:
+            self._problem(key[:40], "key", f"{key[:40]!r}…: a key may have {MAX_KEY_LENGTH} characters, got {len(key)}", InvalidValueError)
+            return None
+        if not isinstance(reduction, (Reduce, HistogramReduce)):
+            known = ", ".join(f"Reduce.{item.name}" for item in Reduce)
+            self._problem(
+                key, "reduction", f"{key!r}: reduction must be one of {known} or Reduce.HISTOGRAM(bounds), got {reduction!r}", InvalidValueError
+            )
+            return None
+        with self._lock:
+            found = self.series.get((key, reduction))
+            if found is not None:
+                return found
+            others = [other for name, other in self.series if name == key]
+            series = Series(key, reduction)
+            self.series[key, reduction] = series
+            if not others:
+                self._publish(series)
+        if others:
+            names = f"'{key}/{reduction.value}' and '{key}/{others[0].value}'"
+            text = f"{key!r} is recorded with {reduction} and with {others[0]}: they are kept apart, as {names}"
+            self._problem(key, "conflict", text, ReductionConflict)
+        return series
+
+    def _publish(self, series: Series) -> None:
+        """Let the hot path append to the series itself, if nothing else has to happen at a record."""
+        if not (self.bounded or self.off or self.stream is not None or series.reduction is Reduce.COUNT):
+            self.known[series.key] = (series.reduction, series.values.append)
+
+    def _number(self, key: str, value: Any) -> Any:
+        """A float, a list of floats, a device scalar to be read later, or None for what is not a number."""
+        kind = value.__class__
+        convert = self._converters.get(kind)
+        if convert is None:
+            from otel_forge.values import converter
+
+            convert = self._converters[kind] = converter(kind)
+        try:
+            return convert(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            self._problem(key, "value", f"{key!r}: {error}", InvalidValueError)
+            return None
+
+    def _problem(self, key: str, kind: str, text: str, error: type[UsageError]) -> None:
+        """Say each kind of problem of a key once, count the rest; raise under strict."""
+        if self.strict:
+            raise error(text)
+        count = self.problems.get((key, kind), 0)
+        if len(self.problems) < 10_000 or count:
+            self.problems[key, kind] = count + 1
+        if not count and len(self.problems) < 10_000:
+            logger.warning("%s", text)
+
+    # --- taking ----------------------------------------------------------------------------------------------------
+
+    def drain(self) -> list[Taken]:
+        """Take what was recorded so far, for one step. What other threads append meanwhile stays for the next."""
+        taken = []
+        for series in list(self.series.values()):
+            values: list[float] = series.values
+            count = len(values)
+            if count:
+                values_taken = values[:count]
+                del values[:count]
+            elif not (series.weighted or series.deferred):
+                continue
+            else:
+                values_taken = []
+            taken.append(Taken(series, values_taken, _take(series.weighted), _take(series.deferred)))
+        return taken
+
+    def set_mode(self, *, off: bool, bounded: bool, stream: Callable[[str, float], None] | None) -> None:
+        """Change what happens at a record, and with it which keys the hot path serves."""
+        with self._lock:
+            self.off, self.bounded, self.stream = off, bounded, stream
+            self.known.clear()
+            first: dict[str, Series] = {}
+            for series in self.series.values():
+                first.setdefault(series.key, series)
+            for series in first.values():
+                self._publish(series)
+
+    def clear(self) -> None:
+        """Forget every value and key."""
+        with self._lock:
+            self.known.clear()
+            self.series.clear()
+            self.problems.clear()
+            self.dropped = 0
+            self.off, self.bounded, self.stream, self.strict = False, True, None, False
+
+
+def _take(items: list[Any]) -> list[Any]:
+    count = len(items)
+    taken = items[:count]
+    del items[:count]
+    return taken
+
+
+_registry = Registry()
+_known = _registry.known
+
+
+def registry() -> Registry:
+    """The process's registry."""
+    return _registry
+
+
+def record_metric(
+    key: str, value: Any, reduction: Reduction = Reduce.MEAN, *, weight: Any = None, _get: Any = _known.get, _unknown: Any = (None, None)
+) -> None:
+    """Record one measurement of `key` for the current step.
+
+    `value` is a number: float, int, bool, numpy or torch scalar, Decimal; an array or tensor of several elements is as many measurements.
+    A tensor on a device is not read here but when the step is folded. `weight` (for MEAN) gives the mean Σ weight·value / Σ weight.
+    Works before `init` (bounded).
+    Never raises unless `init(strict=True)`: what is not a number is said once per key, counted and left out.
+    """
+    expected, append = _get(key, _unknown)
+    if expected is reduction and value.__class__ is float and weight is None:
+        append(value)
+    else:
+        _registry.record(key, value, reduction, weight)
+
+
+def record_metrics(values: Mapping[str, Any], reduction: Reduction = Reduce.MEAN) -> None:
+    """Record several keys with one reduction."""
+    for key, value in values.items():
+        record_metric(key, value, reduction)
