@@ -6,11 +6,12 @@ Every environment variable that otel-forge reads is named here and read here.
 from __future__ import annotations
 
 import difflib
-import enum
 import os
 import re
 import tempfile
+import urllib.parse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from otel_forge.errors import ConfigError
+from otel_forge.modes import LoggingMode as LoggingMode
 
 ENV_CONFIG = "OTEL_FORGE_CONFIG"
 """Path of the configuration file, when `init` is given none."""
@@ -40,21 +42,12 @@ ENV_JAEGER_BIN = "OTEL_FORGE_JAEGER_BIN"
 ENV_DISABLED = ("OTEL_SDK_DISABLED", "FORGE_DISABLE_METRICS")
 """Any of them set to true turns everything off. The second is torchforge's name."""
 ENV_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-ENV_OTLP_METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
 ENV_OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+ENV_RESOURCE = "OTEL_RESOURCE_ATTRIBUTES"
+ENV_SERVICE_NAME = "OTEL_SERVICE_NAME"
+DEFAULT_TIMEOUT_S = 10.0
 
 MAX_WINDOW_S = 60.0
-
-
-class LoggingMode(enum.Enum):
-    """What a backend gets to see of the ranks' values."""
-
-    GLOBAL_REDUCE = "global_reduce"
-    """One row per step and role, reduced over all ranks."""
-    PER_RANK_REDUCE = "per_rank_reduce"
-    """One row per step and rank."""
-    PER_RANK_NO_REDUCE = "per_rank_no_reduce"
-    """One row per record, as it happens."""
 
 
 class _Model(BaseModel):
@@ -207,6 +200,62 @@ def is_disabled() -> bool:
     return any(os.environ.get(name, "").strip().lower() in ("true", "1", "yes") for name in ENV_DISABLED)
 
 
+@dataclass(frozen=True)
+class OtlpSettings:
+    """What OpenTelemetry's own variables say about sending, by the rules of its specification (a signal's variable beats the general one)."""
+
+    metrics_url: str | None
+    """Full URL, `/v1/metrics` included; None when no endpoint is set."""
+    traces_url: str | None
+    headers: dict[str, str]
+    timeout_s: float
+    compression: str | None
+    ca_file: str | None
+
+
+def otlp_settings(environ: Mapping[str, str] = os.environ) -> OtlpSettings:
+    """Read OTEL_EXPORTER_OTLP_* and their METRICS and TRACES forms. A value that cannot be read is ignored, as the specification asks."""
+    return OtlpSettings(
+        metrics_url=_signal_url(environ, "METRICS", "/v1/metrics"),
+        traces_url=_signal_url(environ, "TRACES", "/v1/traces"),
+        headers=_headers(environ.get("OTEL_EXPORTER_OTLP_METRICS_HEADERS") or environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")),
+        timeout_s=_timeout_s(environ.get("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT") or environ.get("OTEL_EXPORTER_OTLP_TIMEOUT", "")),
+        compression=environ.get("OTEL_EXPORTER_OTLP_METRICS_COMPRESSION") or environ.get("OTEL_EXPORTER_OTLP_COMPRESSION"),
+        ca_file=environ.get("OTEL_EXPORTER_OTLP_METRICS_CERTIFICATE") or environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE"),
+    )
+
+
+def user_resource(config: ForgeConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str | int | float | bool]:
+    """The user's resource attributes: the file's, over them OTEL_RESOURCE_ATTRIBUTES, over them OTEL_SERVICE_NAME."""
+    found: dict[str, str | int | float | bool] = dict(config.resource)
+    for item in environ.get(ENV_RESOURCE, "").split(","):
+        name, equals, value = item.partition("=")
+        if equals and name.strip():
+            found[name.strip()] = urllib.parse.unquote(value.strip())
+    if environ.get(ENV_SERVICE_NAME):
+        found["service.name"] = environ[ENV_SERVICE_NAME]
+    return found
+
+
+def _signal_url(environ: Mapping[str, str], signal: str, path: str) -> str | None:
+    specific = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    general = environ.get(ENV_OTLP_ENDPOINT)
+    return specific or (general.rstrip("/") + path if general else None)
+
+
+def _headers(text: str) -> dict[str, str]:
+    pairs = (item.partition("=") for item in text.split(",") if "=" in item)
+    return {urllib.parse.unquote(name).strip().lower(): urllib.parse.unquote(value).strip() for name, _, value in pairs}
+
+
+def _timeout_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return DEFAULT_TIMEOUT_S
+    return seconds if seconds > 0 else DEFAULT_TIMEOUT_S
+
+
 def load_config(source: Any = None) -> ForgeConfig:
     """Make a ForgeConfig from a path, dict, DictConfig or ForgeConfig; None means OTEL_FORGE_CONFIG's file, or the defaults.
 
@@ -258,7 +307,7 @@ def _parse(raw: object, source: str | None) -> ForgeConfig:
         logging_raw = dict(logging_raw)
         raw["merge_roles"] = logging_raw.pop("merge_roles", False)
         raw["metric_logging"] = _parse_backends(logging_raw, problems)
-    config = _validate(ForgeConfig, raw, "", problems)
+    config: ForgeConfig | None = _validate(ForgeConfig, raw, "", problems)
     if problems or config is None:
         raise ConfigError(problems, source)
     if not config.metric_logging:

@@ -128,7 +128,7 @@ class Registry:
             if self.strict:
                 raise
         except Exception as error:
-            self._problem(key, "record", f"{key!r}: could not be recorded: {error!r}", UsageError)
+            self.problem(key, "record", f"{key!r}: could not be recorded: {error!r}", UsageError)
 
     def _append(self, series: Series, value: Any, weight: Any) -> None:
         if series.reduction is Reduce.COUNT:
@@ -144,7 +144,7 @@ class Registry:
                 self.dropped += 1
                 return
         if self.bounded and len(series.values) + len(series.weighted) + len(series.deferred) >= MAX_BEFORE_INIT:
-            self._problem(
+            self.problem(
                 series.key, "full", f"{series.key!r}: {MAX_BEFORE_INIT} values wait for otel_forge.init(); further ones are dropped", UsageError
             )
             self.dropped += 1
@@ -166,26 +166,26 @@ class Registry:
 
     def _weight(self, series: Series, weight: Any) -> float | None:
         if series.reduction is not Reduce.MEAN:
-            self._problem(series.key, "weight", f"{series.key!r}: weight= has a meaning for Reduce.MEAN only, not {series.reduction}", UsageError)
+            self.problem(series.key, "weight", f"{series.key!r}: weight= has a meaning for Reduce.MEAN only, not {series.reduction}", UsageError)
             return None
         number = self._number(series.key, weight)
         if not isinstance(number, float) and number is not None and not isinstance(number, list):
             number = float(number.item())
         if not isinstance(number, float) or number < 0:
-            self._problem(series.key, "weight", f"{series.key!r}: weight must be a number ≥ 0, got {weight!r}", InvalidValueError)
+            self.problem(series.key, "weight", f"{series.key!r}: weight must be a number ≥ 0, got {weight!r}", InvalidValueError)
             return None
         return number
 
     def _register(self, key: str, reduction: Reduction) -> Series | None:
         if not isinstance(key, str) or not key.strip():
-            self._problem(str(key), "key", f"a key must be a non-empty string, got {key!r}", InvalidValueError)
+            self.problem(str(key), "key", f"a key must be a non-empty string, got {key!r}", InvalidValueError)
             return None
         if len(key) > MAX_KEY_LENGTH:
-            self._problem(key[:40], "key", f"{key[:40]!r}…: a key may have {MAX_KEY_LENGTH} characters, got {len(key)}", InvalidValueError)
+            self.problem(key[:40], "key", f"{key[:40]!r}…: a key may have {MAX_KEY_LENGTH} characters, got {len(key)}", InvalidValueError)
             return None
         if not isinstance(reduction, (Reduce, HistogramReduce)):
             known = ", ".join(f"Reduce.{item.name}" for item in Reduce)
-            self._problem(
+            self.problem(
                 key, "reduction", f"{key!r}: reduction must be one of {known} or Reduce.HISTOGRAM(bounds), got {reduction!r}", InvalidValueError
             )
             return None
@@ -201,7 +201,7 @@ class Registry:
         if others:
             names = f"'{key}/{reduction.value}' and '{key}/{others[0].value}'"
             text = f"{key!r} is recorded with {reduction} and with {others[0]}: they are kept apart, as {names}"
-            self._problem(key, "conflict", text, ReductionConflict)
+            self.problem(key, "conflict", text, ReductionConflict)
         return series
 
     def _publish(self, series: Series) -> None:
@@ -220,10 +220,10 @@ class Registry:
         try:
             return convert(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            self._problem(key, "value", f"{key!r}: {error}", InvalidValueError)
+            self.problem(key, "value", f"{key!r}: {error}", InvalidValueError)
             return None
 
-    def _problem(self, key: str, kind: str, text: str, error: type[UsageError]) -> None:
+    def problem(self, key: str, kind: str, text: str, error: type[UsageError]) -> None:
         """Say each kind of problem of a key once, count the rest; raise under strict."""
         if self.strict:
             raise error(text)
@@ -261,6 +261,14 @@ class Registry:
                 first.setdefault(series.key, series)
             for series in first.values():
                 self._publish(series)
+
+    def after_fork_in_child(self) -> None:
+        """Drop the parent's values and every lock that another thread may have held; keep the keys."""
+        self._lock = threading.Lock()
+        for series in self.series.values():
+            for values in (series.values, series.weighted, series.deferred):
+                values.clear()  # type: ignore[attr-defined]
+        self.set_mode(off=self.off, bounded=True, stream=None)
 
     def clear(self) -> None:
         """Forget every value and key."""

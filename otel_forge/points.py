@@ -185,11 +185,29 @@ def contributors(context: PointContext, rank: int | None, member: str | None = N
 _SCOPE = field(1, field(1, wire.SCOPE.encode()))
 
 
-def request(resource: Mapping[str, AttributeValue], metrics: bytes) -> tuple[bytes, int | None]:
-    """A whole ExportMetricsServiceRequest, and the offset of the six letters of its `forge.route` (None without one)."""
-    encoded_resource = field(1, attributes(1, resource))
-    payload = field(1, encoded_resource + field(2, _SCOPE + metrics))
-    if wire.ROUTE not in resource:
-        return payload, None
-    mark = field(1, wire.ROUTE.encode()) + field(2, any_value(str(resource[wire.ROUTE])))
-    return payload, payload.index(mark) + len(mark) - len(wire.ROUTE_WINDOW)
+@dataclass(frozen=True, slots=True)
+class ResourceTemplate:
+    """The resource of one kind of packet, encoded once; only the packet id differs between packets."""
+
+    encoded: bytes
+    route_end: int
+    """Offset in `encoded` just behind the letters of `forge.route`; 0 without a route."""
+
+    @classmethod
+    def of(cls, pairs: Mapping[str, AttributeValue]) -> ResourceTemplate:
+        """Encode the attributes; the route, if any, comes first."""
+        route = {wire.ROUTE: pairs[wire.ROUTE]} if wire.ROUTE in pairs else {}
+        first = attributes(1, route)
+        return cls(first + attributes(1, {key: value for key, value in pairs.items() if key != wire.ROUTE}), len(first))
+
+    def request(self, packet_id: str, metrics: bytes) -> tuple[bytes, int | None]:
+        """A whole ExportMetricsServiceRequest of these Metrics, and the offset of the six letters of its `forge.route` (None without one)."""
+        resource = self.encoded + attributes(1, ((wire.PACKET_ID, packet_id),))
+        head = b"\x0a" + varint(len(resource))
+        scope_metrics = field(2, _SCOPE + metrics)
+        body_length = len(head) + len(resource) + len(scope_metrics)
+        lead = b"\x0a" + varint(body_length)
+        payload = b"".join((lead, head, resource, scope_metrics))
+        if not self.route_end:
+            return payload, None
+        return payload, len(lead) + len(head) + self.route_end - len(wire.ROUTE_WINDOW)

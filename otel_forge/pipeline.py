@@ -1,0 +1,429 @@
+"""The state of this process: one pipeline from `init` to `shutdown`, and the public calls of a training loop.
+
+Everything per process lives here and is given back by `reset`. What a training loop calls never raises after `init`, except under `strict=True`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import operator
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from otel_forge import metrics, wire
+from otel_forge.errors import InvalidValueError
+from otel_forge.steps import StepTracker
+
+if TYPE_CHECKING:
+    from otel_forge.config import ForgeConfig
+    from otel_forge.delivery import DeliveryReport
+    from otel_forge.destination import Destination
+    from otel_forge.identity import Member
+    from otel_forge.points import AttributeValue
+    from otel_forge.worker import Identified, SenderLike, Worker
+
+logger = logging.getLogger("otel_forge")
+
+MAX_WAITING_SPANS = 100_000
+"""Finished spans that wait for the sending thread; more are counted as dropped."""
+
+spans: list[Any] = []
+"""Finished spans; tracing appends, the sending thread takes from the front. Each is one list operation, so no lock is needed."""
+
+
+class Pipeline:
+    """From the first flush on: one member's way from records to its sender."""
+
+    def __init__(self, config: ForgeConfig, *, explicit: bool, given: Mapping[str, Any]) -> None:
+        from otel_forge.identity import process_facts
+        from otel_forge.spans import encode
+        from otel_forge.worker import Worker
+
+        self.config = config
+        self.given = given
+        self.steps = StepTracker()
+        self.facts = process_facts()
+        self.run_config: dict[str, Any] = dict(given["run_config"] or {})
+        self.exit_code: int | None = None
+        self._explicit = explicit
+        self._destination: Destination | None = None
+        self._member: Member | None = None
+        self._opened_unix_nano = time.time_ns()
+        self._run_info_sent: dict[str, Any] | None = None
+        self._stream_sequence = 0
+        self._lock = threading.Lock()
+        self._streaming: list[Any] | None = [] if self._wants_streams() else None
+        self._worker: Worker = Worker(identify=self._identify, spans=spans, stream=self._streaming, encode_spans=encode)
+        self._worker.start()
+
+    def _wants_streams(self) -> bool:
+        """Decided at init, before the rank is known: by the configuration, the environment or a living `up`."""
+        from otel_forge.destination import resolve
+
+        return resolve(self.config, explicit=self._explicit, world_size=1, environ=os.environ).streams
+
+    # --- identity, at the first flush ------------------------------------------------------------------------------
+
+    def member(self) -> Member:
+        """Who this process is, fixed by the first call."""
+        if self._member is None:
+            from otel_forge.identity import resolve_member
+
+            given = self.given
+            self._member = resolve_member(given["role"], given["replica"], given["rank"], given["world_size"], os.environ)
+        return self._member
+
+    def _identify(self, stopped: Any) -> Identified:
+        """Run, attempt, destination and sender; on the worker's thread, because rank 0's word may have to be waited for."""
+        from otel_forge.config import state_dir
+        from otel_forge.destination import modes_attribute, resolve
+        from otel_forge.identity import resolve_run
+        from otel_forge.packets import PacketBuilder
+        from otel_forge.worker import Identified, hello_body, resource_attributes
+
+        member = self.member()
+        state = state_dir(self.config)
+        run = resolve_run(self.given["run_id"], member, os.environ, self.facts, launches_dir=state / "launches", stopped=stopped)
+        destination = resolve(self.config, explicit=self._explicit, world_size=member.world_size, environ=os.environ)
+        sender = self._sender(destination, run.run_id, state)
+        device = _device_name()
+        resource = resource_attributes(member, run.run_id, self.facts, device, self._user_resource())
+        builder = PacketBuilder(
+            member,
+            run,
+            resource,
+            nonce=self.facts.nonce,
+            modes=modes_attribute(destination),
+            window=destination.window,
+            contribute=self.given["contribute"],
+        )
+        self._destination = destination
+        now = time.time_ns()
+        sender.put(builder.control(wire.PACKET_HELLO, hello_body(member, run, self.facts, device), now))
+        if member.rank == 0 and member.replica == 0:
+            self._run_info_sent = self._run_info()
+            sender.put(builder.control(wire.PACKET_RUN_INFO, self._run_info_sent, now))
+        return Identified(run, builder, sender, resource)
+
+    def _sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
+        if destination.shape == "inprocess":
+            from otel_forge.inprocess import InProcessSender
+
+            return InProcessSender(self.config, traces_url=destination.traces_url)
+        from otel_forge.delivery import Sender
+
+        if destination.shape == "spill":
+            logger.warning(
+                "nothing to send to: packets of run %s are kept in %s. Start training with `otel-forge run -- …`, or read them later with "
+                "`otel-forge replay %s`.", run_id, state / "spool", run_id,
+            )  # fmt: skip
+        settings = destination.settings
+        return Sender(
+            metrics_url=destination.metrics_url,
+            traces_url=destination.traces_url,
+            headers=self._headers(settings.headers),
+            spool_dir=state / "spool",
+            run_id=run_id,
+            window_s=self.config.collector.window_s,
+            timeout_s=settings.timeout_s,
+            compression=settings.compression or "gzip",
+            ssl_context=_ssl_context(self.config, settings.ca_file),
+        )
+
+    def _headers(self, headers: dict[str, str]) -> dict[str, str]:
+        token = self.config.collector.token
+        return {"authorization": f"Bearer {token}", **headers} if token else headers
+
+    def _user_resource(self) -> dict[str, AttributeValue]:
+        from otel_forge.config import user_resource
+
+        return user_resource(self.config, os.environ)
+
+    def _run_info(self) -> dict[str, Any]:
+        backends = {name: backend.model_dump(mode="json", by_alias=True, exclude_unset=True) for name, backend in self.config.metric_logging.items()}
+        explicit = self._explicit or bool(os.environ.get("OTEL_FORGE_CONFIG"))
+        return {
+            "run_config": self.run_config,
+            "metric_logging": backends if explicit else None,
+            "merge_roles": self.config.merge_roles,
+            "wandb_run_id": os.environ.get("WANDB_RUN_ID"),
+            "wandb_name": os.environ.get("WANDB_NAME"),
+            "namespace": self.config.resource.get("service.namespace"),
+            "argv": sys.argv[:50],
+        }
+
+    # --- the training loop ---------------------------------------------------------------------------------------------
+
+    def flush(self, step: int, wait_s: float | None) -> bool:
+        """Seal what was recorded since the last flush as `step`."""
+        from otel_forge.packets import Sealed
+
+        self.member()
+        with self._lock:
+            trace_step = self.steps.opening
+            occurrence = self.steps.seal(step)
+            taken = metrics.registry().drain()
+            start, end = self._opened_unix_nano, time.time_ns()
+            self._opened_unix_nano = end
+        done = threading.Event() if wait_s is not None else None
+        self._worker.seal(Sealed(step, trace_step, occurrence, min(start, end), end, taken), done)
+        if wait_s is None or done is None:
+            return True
+        deadline = time.monotonic() + wait_s
+        done.wait(wait_s)
+        identified = self._worker.identified
+        return identified is not None and identified.sender.flush(max(0.0, deadline - time.monotonic()))
+
+    def stream(self, key: str, value: float) -> None:
+        """Keep one record for the stream packets; the sequence number orders and dedupes them."""
+        from otel_forge.packets import StreamPoint
+
+        assert self._streaming is not None
+        with self._lock:
+            sequence = self._stream_sequence
+            self._stream_sequence = sequence + 1
+            self._streaming.append(StreamPoint(key, value, time.time_ns(), self.steps.opening, sequence))
+
+    def set_run_config(self, values: Mapping[str, Any]) -> None:
+        """Merge into the run's configuration, and send it again if it was sent."""
+        self.run_config.update(values)
+        if self._run_info_sent is not None:
+            self._worker.control(wire.PACKET_RUN_INFO, self._run_info())
+
+    def shutdown(self, timeout_s: float, exit_code: int | None) -> DeliveryReport:
+        """Send what is left under the opening step, say that this member is done, and stop within the time."""
+        from otel_forge.delivery import DeliveryReport
+
+        deadline = time.monotonic() + timeout_s
+        if any(series.values or series.weighted or series.deferred for series in metrics.registry().series.values()):
+            self.flush(self.steps.opening, None)
+        if self._worker.identified is not None or self.steps.last_flushed is not None or spans:
+            self._worker.wait_idle(timeout_s)
+            code = exit_code if exit_code is not None else self.exit_code
+            self._worker.control(wire.PACKET_LAST, {"exit_code": 0 if code is None else code})
+        self._worker.stop(max(0.1, deadline - time.monotonic()))
+        identified = self._worker.identified
+        if identified is None:
+            return DeliveryReport(delivered=0, spilled=0, dropped=0)
+        return identified.sender.shutdown(max(0.1, deadline - time.monotonic()))
+
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's data to the parent."""
+        if self._worker.identified is not None:
+            self._worker.identified.sender.after_fork_in_child()
+
+
+def _device_name() -> str:
+    torch = sys.modules.get("torch")
+    with contextlib.suppress(Exception):
+        if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+            return str(torch.cuda.get_device_name())
+    return "cpu"
+
+
+def _ssl_context(config: ForgeConfig, ca_file: str | None) -> Any:
+    tls = config.collector.tls
+    if tls is None and ca_file is None:
+        return None
+    import ssl
+
+    context = ssl.create_default_context(cafile=str(tls.ca_file) if tls and tls.ca_file else ca_file)
+    if tls and tls.cert_file:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+    return context
+
+
+# --- the process's pipeline ------------------------------------------------------------------------------------------------
+
+_pipeline: Pipeline | None = None
+_init_lock = threading.Lock()
+_hooked = False
+_early_steps = StepTracker()
+"""The step before `init` and while telemetry is off: `get_step` works all the same."""
+_previous_excepthook: Any = None
+
+
+def current() -> Pipeline | None:
+    """The pipeline between `init` and `shutdown`."""
+    return _pipeline
+
+
+def init(
+    config: Any = None,
+    *,
+    role: str | None = None,
+    replica: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    run_id: str | None = None,
+    run_config: Mapping[str, Any] | None = None,
+    contribute: bool = True,
+    strict: bool = False,
+) -> None:
+    """Start telemetry in this process. A second call does nothing.
+
+    `config` is a path, dict, DictConfig or ForgeConfig; None means OTEL_FORGE_CONFIG or the defaults. `role`, `replica`, `rank` and `world_size`
+    say who this process is where the launcher does not. `run_config` is shown as the run's configuration. `contribute=False` keeps this process's
+    values out of the global rows (a tensor-parallel copy). Raises ConfigError; after that, nothing raises unless `strict`.
+    """
+    global _pipeline
+    from otel_forge.config import is_disabled, load_config
+
+    if is_disabled():
+        metrics.registry().set_mode(off=True, bounded=False, stream=None)
+        return
+    with _init_lock:
+        if _pipeline is not None:
+            return
+        explicit = config is not None and not isinstance(config, (str, os.PathLike))
+        given = {"role": role, "replica": replica, "rank": rank, "world_size": world_size, "run_id": run_id}
+        given |= {"run_config": run_config, "contribute": contribute}
+        pipeline = Pipeline(load_config(config), explicit=explicit, given=given)
+        if _early_steps.opening:
+            pipeline.steps.set(_early_steps.opening)
+        registry = metrics.registry()
+        registry.strict = strict
+        registry.set_mode(off=False, bounded=False, stream=pipeline.stream if pipeline._streaming is not None else None)
+        _pipeline = pipeline
+        _install_hooks()
+
+
+def _install_hooks() -> None:
+    global _hooked, _previous_excepthook
+    if _hooked:
+        return
+    _hooked = True
+    atexit.register(shutdown)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+    _previous_excepthook = sys.excepthook
+    sys.excepthook = _note_failure
+    with contextlib.suppress(ValueError):  # not the main thread: signals are not ours there
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _pipeline is not None and not issubclass(kind, SystemExit):
+        _pipeline.exit_code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+    _previous_excepthook(kind, error, trace)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Only where the program left SIGTERM to its default: keep what was recorded, then end by the signal as before."""
+    with contextlib.suppress(Exception):
+        shutdown(timeout_s=2.0, exit_code=128 + number)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _after_fork_in_child() -> None:
+    """A child owns none of the parent's data and has none of its threads."""
+    global _pipeline, _init_lock
+    pipeline, _pipeline = _pipeline, None
+    _init_lock = threading.Lock()
+    spans.clear()
+    metrics.registry().after_fork_in_child()
+    if pipeline is not None:
+        pipeline.after_fork_in_child()
+
+
+def _step_number(step: Any, opening: int) -> int:
+    """The step as an int; what is not one is said once, and the opening step is used."""
+    try:
+        number = operator.index(step)
+        if number >= 0:
+            return number
+    except TypeError:
+        pass
+    metrics.registry().problem("flush", "step", f"a step must be an int ≥ 0, got {step!r}; step {opening} is used", InvalidValueError)
+    return opening
+
+
+def flush(step: int, *, wait_s: float | None = None) -> bool:
+    """Seal what was recorded since the last flush as `step` and send it; returns at once.
+
+    With `wait_s` it waits up to so many seconds and tells whether the step was acknowledged; without, True means queued. False before `init`.
+    """
+    pipeline = _pipeline
+    if pipeline is None:
+        _early_steps.seal(_step_number(step, _early_steps.opening))
+        return False
+    try:
+        return pipeline.flush(_step_number(step, pipeline.steps.opening), wait_s)
+    except Exception as error:
+        metrics.registry().problem("flush", "flush", f"flush({step!r}) failed: {error!r}", InvalidValueError)
+        return False
+
+
+def set_step(step: int) -> None:
+    """Name the step that is open now: spans and streamed records carry it."""
+    steps = _pipeline.steps if _pipeline is not None else _early_steps
+    steps.set(_step_number(step, steps.opening))
+
+
+def get_step() -> int:
+    """The open step: the one given to `set_step`, else the last flushed one + 1, else 0."""
+    return (_pipeline.steps if _pipeline is not None else _early_steps).opening
+
+
+def set_run_config(values: Mapping[str, Any]) -> None:
+    """Add to the configuration that the run shows (in wandb, its config). Only rank 0's is used."""
+    if _pipeline is not None:
+        _pipeline.set_run_config(values)
+
+
+@contextlib.contextmanager
+def step(number: int) -> Iterator[None]:
+    """One training step: names it, times it as this rank's span, and flushes it at the end, also when it fails (the span is then marked)."""
+    from otel_forge.tracing import span
+
+    set_step(number)
+    try:
+        with span(rank_span_name()):
+            yield
+    finally:
+        flush(number)
+
+
+def rank_span_name() -> str:
+    """The name of the span that `step` opens on this rank."""
+    return f"rank {_pipeline.member().rank}" if _pipeline is not None else "rank"
+
+
+def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryReport:
+    """Send what is left, within `timeout_s` seconds; what could not be sent is spilled to disk. Says what became of the packets.
+
+    `exit_code` is the run's; by default 0, or 1 after an uncaught exception. Runs by itself when the program ends.
+    """
+    global _pipeline
+    from otel_forge.delivery import DeliveryReport
+
+    with _init_lock:
+        pipeline, _pipeline = _pipeline, None
+    if pipeline is None:
+        return DeliveryReport(delivered=0, spilled=0, dropped=0)
+    try:
+        report = pipeline.shutdown(timeout_s, exit_code)
+    finally:
+        metrics.registry().set_mode(off=True, bounded=False, stream=None)
+    if report.dropped:
+        logger.warning("otel-forge: %d packets delivered, %d kept on disk, %d lost", report.delivered, report.spilled, report.dropped)
+    return report
+
+
+def reset() -> None:
+    """Back to the state before the first `init`, for tests: shuts down, forgets keys, steps and spans."""
+    global _early_steps
+    shutdown(timeout_s=1.0)
+    metrics.registry().clear()
+    spans.clear()
+    _early_steps = StepTracker()
