@@ -1,0 +1,136 @@
+"""The finished values of one step: what every backend gets. It knows no transport and no backend."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramValue:
+    """Counts per bucket; bucket i holds values in (bounds[i-1], bounds[i]]."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    min: float
+    max: float
+
+    def quantile(self, q: float) -> float:
+        """The q-quantile, interpolated inside its bucket and never outside the values' extremes; the error is at most the bucket's width."""
+        rank = q * sum(self.counts)
+        below = 0
+        edges = [self.min, *self.bounds, self.max]
+        for index, count in enumerate(self.counts):
+            if count and below + count >= rank:
+                low, high = max(edges[index], self.min), min(edges[index + 1], self.max)
+                return min(max(low + (high - low) * (rank - below) / count, self.min), self.max)
+            below += count
+        return self.max
+
+
+MetricValue = float | int | None | HistogramValue
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: of a role (reduced over its members), of one member, or of one record."""
+
+    run_id: str
+    mode: str
+    role: str
+    replica: int | None
+    """None when several replicas were reduced."""
+    rank: int | None
+    """None when reduced over ranks."""
+    step: int
+    occurrence: int
+    attempt: int
+    """0 for the first incarnation of the group, 1 for the next, …"""
+    revision: int
+    """1 for the first version of this row; a later version replaces it."""
+    time_unix: float
+    """When the last contributing rank flushed the step (or, of a record, when it was recorded)."""
+    ranks_reporting: int
+    world_size: int
+    metrics: Mapping[str, MetricValue]
+    nonfinite: Mapping[str, int] = field(default_factory=dict)
+    """How many values of a key were NaN or infinite; its metric is None then."""
+    ranks_missing: tuple[str, ...] = ()
+    ranks_doubtful: tuple[str, ...] = ()
+    """Ranks that reported, but in payloads that cannot be taken apart exactly: their values are left out."""
+    trace_step: int | None = None
+    sequence: int | None = None
+    """Counts the records of one process, in rows of one record."""
+
+    @property
+    def key(self) -> str:
+        """What identifies the row within its run, whatever the revision; it sorts nothing."""
+        member = "" if self.rank is None else f"/{self.replica}.{self.rank}"
+        record = "" if self.sequence is None else f"#{self.sequence}"
+        return f"{self.mode}/{self.role}{member}/a{self.attempt}/s{self.step}/o{self.occurrence}{record}"
+
+    def flat(self) -> dict[str, float | int | None]:
+        """The metrics as numbers: a histogram becomes its quantiles, what is not whole is marked by `forge/…` keys."""
+        numbers: dict[str, float | int | None] = {}
+        for key, value in self.metrics.items():
+            if isinstance(value, HistogramValue):
+                numbers |= {f"{key}/p{percent}": value.quantile(percent / 100) for percent in (50, 95, 99)}
+            else:
+                numbers[key] = value
+        for key, count in self.nonfinite.items():
+            numbers[f"forge/nonfinite/{key}"] = count
+        if self.revision > 1:
+            numbers["forge/revision"] = self.revision
+        if self.ranks_missing:
+            numbers["forge/ranks_missing"] = len(self.ranks_missing)
+        if self.ranks_doubtful:
+            numbers["forge/ranks_doubtful"] = len(self.ranks_doubtful)
+        return numbers
+
+    def to_json(self) -> str:
+        """The row as one line of JSON, without a line break."""
+        fields: dict[str, Any] = {
+            "run_id": self.run_id, "mode": self.mode, "role": self.role, "replica": self.replica, "rank": self.rank, "step": self.step,
+            "occurrence": self.occurrence, "attempt": self.attempt, "revision": self.revision, "time_unix": self.time_unix,
+            "ranks_reporting": self.ranks_reporting, "world_size": self.world_size, "metrics": self.flat(), "nonfinite": dict(self.nonfinite),
+        }  # fmt: skip
+        if self.ranks_missing:
+            fields["ranks_missing"] = list(self.ranks_missing)
+        if self.ranks_doubtful:
+            fields["ranks_doubtful"] = list(self.ranks_doubtful)
+        if self.trace_step is not None and self.trace_step != self.step:
+            fields["trace_step"] = self.trace_step
+        if self.sequence is not None:
+            fields["sequence"] = self.sequence
+        return json.dumps(fields, allow_nan=False, ensure_ascii=False)
+
+
+def to_stored(row: Row) -> str:
+    """A form that `from_stored` gives back whole, for the spool."""
+    fields: dict[str, Any] = {name: getattr(row, name) for name in Row.__slots__}
+    fields["metrics"] = {
+        key: {"bounds": value.bounds, "counts": value.counts, "min": value.min, "max": value.max} if isinstance(value, HistogramValue) else value
+        for key, value in row.metrics.items()
+    }
+    fields["nonfinite"] = dict(row.nonfinite)
+    return json.dumps(fields)
+
+
+def from_stored(text: str) -> Row:
+    """The row that `to_stored` wrote."""
+    fields = json.loads(text)
+    fields["metrics"] = {
+        key: HistogramValue(tuple(value["bounds"]), tuple(value["counts"]), value["min"], value["max"]) if isinstance(value, dict) else value
+        for key, value in fields["metrics"].items()
+    }
+    fields["ranks_missing"] = tuple(fields["ranks_missing"])
+    fields["ranks_doubtful"] = tuple(fields["ranks_doubtful"])
+    return Row(**fields)
+
+
+def finite_or_none(value: float) -> float | None:
+    """A value that every place can hold: None instead of NaN or infinity."""
+    return value if math.isfinite(value) else None
