@@ -1,0 +1,304 @@
+"""From units to rows, by the step protocol: complete by contributors, deadline, amendment, closing. One thread uses it; time is handed in.
+
+What a row's values are depends only on the set of its units, not on their order: the choice and the merge are pure. What is decided by time is when a
+revision is written, and what is no longer waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from otel_forge import wire
+from otel_forge_exporters.cover import Candidate, Cover
+from otel_forge_exporters.decode import Control, MemberId, RowId, Sender, Unit, member_id, member_name
+from otel_forge_exporters.rows import Row
+from otel_forge_exporters.values import Histogram, reduce_values
+
+logger = logging.getLogger("otel_forge.exporter")
+
+SETTLED_S = 60.0
+"""A complete row that stays unchanged so long is closed."""
+MISSED_ROWS = 3
+"""After so many rows without it in a row, a member is no longer waited for, until it reports again."""
+REMEMBERED_ROWS = 200_000
+"""Tombstones of closed rows that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A version of a row that has to be written, and the units it was made of."""
+
+    row_id: RowId
+    row: Row
+    chosen: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Open:
+    """What is known of a row that is not closed."""
+
+    first_seen: float
+    changed: float
+    covers: dict[int, Cover[MemberId]] = field(default_factory=dict)
+    units: dict[str, Unit] = field(default_factory=dict)
+    parts_of: dict[MemberId, int] = field(default_factory=dict)
+    worlds: dict[int, int] = field(default_factory=dict)
+    spoiled: set[MemberId] = field(default_factory=set)
+    inconsistent: bool = False
+    written: Row | None = None
+    covered: frozenset[MemberId] = frozenset()
+    chosen: frozenset[str] = frozenset()
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    """One role of one run and attempt: who belongs to it."""
+
+    worlds: dict[int, int] = field(default_factory=dict)
+    missed: dict[MemberId, int] = field(default_factory=dict)
+    given_up: set[MemberId] = field(default_factory=set)
+    left_at: dict[MemberId, float] = field(default_factory=dict)
+    nonces: dict[tuple[int, int], str] = field(default_factory=dict)
+
+
+class Assembler:
+    """All open rows of all runs."""
+
+    def __init__(self, *, deadline_s: float, horizon_s: float, grace_s: float) -> None:
+        """`deadline_s`: after it an incomplete row is written. `horizon_s`: after it an incomplete row is closed.
+
+        `grace_s`: how long values may still be under way when their member has said that it is done.
+        """
+        self._deadline_s = deadline_s
+        self._horizon_s = horizon_s
+        self._grace_s = grace_s
+        self._open: dict[RowId, _Open] = {}
+        self._attention: dict[RowId, None] = {}
+        """Open rows that are unwritten or have new units: all that `due` looks at."""
+        self._closed: dict[RowId, None] = {}
+        self._groups: dict[tuple[str, str, int], _Group] = {}
+        self._restored: dict[RowId, tuple[Row, frozenset[str]]] = {}
+        self.late_units = 0
+        """Units that came after their row was closed; their values are in no row."""
+
+    # --- what arrives ---------------------------------------------------------------------------------------------
+
+    def restore(self, revision: Revision) -> None:
+        """Tell of a revision that an earlier process stored: it is not made again, and later ones count on from it."""
+        self._restored[revision.row_id] = (revision.row, revision.chosen)
+
+    def mark_closed(self, row_id: RowId) -> None:
+        """Tell of a row that an earlier process closed."""
+        self._closed[row_id] = None
+
+    def add(self, unit: Unit, now: float) -> bool:
+        """Take a unit. False when it is known already, or its row is closed."""
+        if unit.row in self._closed:
+            self.late_units += 1
+            return False
+        state = self._open.get(unit.row)
+        if state is None:
+            state = self._open[unit.row] = _Open(now, now)
+            restored = self._restored.pop(unit.row, None)
+            if restored:
+                state.written, state.chosen = restored
+        if unit.unit_id in state.units:
+            return False
+        state.units[unit.unit_id] = unit
+        state.changed = now
+        self._attention[unit.row] = None
+        self._take(state, unit)
+        return True
+
+    def _take(self, state: _Open, unit: Unit) -> None:
+        group = self._groups.setdefault((unit.row.run_id, unit.row.role, unit.row.attempt), _Group())
+        for replica, world in unit.worlds.items():
+            state.worlds[replica] = max(world, state.worlds.get(replica, 0))
+            group.worlds.setdefault(replica, world)
+        if not unit.consistent:
+            state.inconsistent = True
+            logger.warning("run %s, step %d: a payload's contributors do not add up; its values are left out", unit.row.run_id, unit.row.step)
+            return
+        if any(count != 1 for count in unit.members.values()):
+            state.spoiled |= unit.members.keys()
+            return
+        members = frozenset(unit.members)
+        for member in members:
+            state.parts_of[member] = unit.parts
+            if member in group.given_up:
+                group.given_up.discard(member)
+                logger.info("%s %s of run %s reports again", unit.row.role, member_name(member), unit.row.run_id)
+            group.missed.pop(member, None)
+        state.covers.setdefault(unit.part, Cover()).add(Candidate(unit.unit_id, members, unit.direct))
+
+    def control(self, control: Control, now: float) -> None:
+        """Take a hello or last packet: who is there, and who is done."""
+        sender = control.sender
+        group = self._groups.setdefault((sender.run_id, sender.role, sender.attempt), _Group())
+        group.worlds.setdefault(sender.replica, sender.world_size)
+        member = member_id(sender.replica, sender.rank)
+        if control.kind == wire.PACKET_HELLO:
+            known = group.nonces.setdefault((sender.replica, sender.rank), sender.nonce)
+            if known != sender.nonce:
+                logger.error(
+                    "run %s: two processes both say that they are %s rank %d of %d. Give each its own rank= and world_size=, or role=, or its own run id.",
+                    sender.run_id, sender.role, sender.rank, sender.world_size,
+                )  # fmt: skip
+        elif control.kind == wire.PACKET_LAST:
+            group.left_at[member] = now + self._grace_s
+
+    # --- what is due -----------------------------------------------------------------------------------------------
+
+    def due(self, now: float) -> list[Revision]:
+        """The revisions that have to be written now."""
+        revisions = []
+        for row_id in list(self._attention):
+            state = self._open[row_id]
+            revision = self._consider(row_id, state, late=now - state.first_seen >= self._deadline_s, now=now)
+            if state.written is not None:
+                del self._attention[row_id]
+            if revision is not None:
+                revisions.append(revision)
+        return revisions
+
+    def _consider(self, row_id: RowId, state: _Open, *, late: bool, now: float) -> Revision | None:
+        group = self._groups[row_id.run_id, row_id.role, row_id.attempt]
+        worlds = {**group.worlds, **state.worlds}
+        if state.written is None and not late and not self._may_be_complete(state, group, sum(worlds.values()), now):
+            return None
+        chosen = {part: cover.choose(state.chosen) for part, cover in state.covers.items()}
+        ids = frozenset(state.covers[part].candidates[index].unit_id for part, indices in chosen.items() for index in indices)
+        covered = self._covered(state, chosen)
+        absent = {member_id(replica, rank) for replica, world in worlds.items() for rank in range(world)} - covered
+        waited = {member for member in absent if not self._is_gone(group, member, state, now)}
+        if state.written is None and waited and not late:
+            return None
+        if state.written is not None and ids == state.chosen and covered == state.covered:
+            return None
+        if state.written is not None and len(covered) <= state.written.ranks_reporting and not state.covered:
+            state.covered, state.chosen, state.complete = covered, ids, not absent  # restored after a restart, and nothing new in it
+            return None
+        self._note_absent(row_id, group, absent, state)
+        row = self._row(row_id, state, ids, covered, absent)
+        state.written, state.chosen, state.covered, state.complete = row, ids, covered, not absent
+        return Revision(row_id, row, ids)
+
+    def _may_be_complete(self, state: _Open, group: _Group, expected: int, now: float) -> bool:
+        """A cheap test before the choice: enough members were heard of."""
+        heard = max((cover.heard for cover in state.covers.values()), default=0)
+        gone = len(group.given_up) + sum(1 for left in group.left_at.values() if state.first_seen > left or now - state.changed >= self._grace_s)
+        return heard + gone >= expected > 0 or (bool(state.spoiled) and heard + len(state.spoiled) >= expected > 0)
+
+    def _is_gone(self, group: _Group, member: MemberId, state: _Open, now: float) -> bool:
+        if member in group.given_up or member in state.spoiled:
+            return True
+        left = group.left_at.get(member)
+        return left is not None and (state.first_seen > left or (now > left and now - state.changed >= self._grace_s))
+
+    def _covered(self, state: _Open, chosen: Mapping[int, list[int]]) -> frozenset[MemberId]:
+        """Members that are covered in each of their parts."""
+        times: dict[MemberId, int] = {}
+        for part, indices in chosen.items():
+            for index in indices:
+                for member in state.covers[part].candidates[index].members:
+                    times[member] = times.get(member, 0) + 1
+        return frozenset(member for member, count in times.items() if count >= state.parts_of[member])
+
+    def _note_absent(self, row_id: RowId, group: _Group, absent: set[int], state: _Open) -> None:
+        if state.written is not None:
+            return
+        for member in list(group.missed):
+            if member not in absent:
+                del group.missed[member]
+        for member in absent - group.given_up:
+            group.missed[member] = group.missed.get(member, 0) + 1
+            if group.missed[member] >= MISSED_ROWS:
+                group.given_up.add(member)
+                logger.warning(
+                    "%s rank %s of run %s was missing from %d rows in a row: rows no longer wait for it", row_id.role, member_name(member), row_id.run_id,
+                    MISSED_ROWS,
+                )  # fmt: skip
+
+    def _row(self, row_id: RowId, state: _Open, ids: frozenset[str], covered: frozenset[MemberId], absent: set[int]) -> Row:
+        reduced = reduce_values(state.units[unit_id].values for unit_id in sorted(ids))
+        heard = {member for cover in state.covers.values() for member in cover.heard_members()} | state.spoiled
+        doubtful = {member for member in heard if member not in covered}
+        metrics = reduced.metrics
+        if state.inconsistent:
+            metrics["forge/inconsistent"] = 1
+        ended = reduced.own.get(wire.STEP_END_METRIC)
+        trace_step = reduced.own.get(wire.TRACE_STEP_METRIC)
+        replicas = set(state.worlds)
+        return Row(
+            run_id=row_id.run_id,
+            mode="global_reduce",
+            role=row_id.role,
+            replica=None if len(replicas) > 1 else next(iter(replicas), 0),
+            rank=None,
+            step=row_id.step,
+            occurrence=row_id.occurrence,
+            attempt=row_id.attempt,
+            revision=state.written.revision + 1 if state.written else 1,
+            time_unix=ended.max if ended else 0.0,
+            ranks_reporting=len(covered),
+            world_size=sum(state.worlds.values()),
+            metrics=metrics | step_metrics(reduced.own),
+            nonfinite=reduced.nonfinite,
+            ranks_missing=tuple(member_name(member) for member in _sorted(absent - doubtful)),
+            ranks_doubtful=tuple(member_name(member) for member in _sorted(doubtful)),
+            trace_step=int(trace_step.min) if trace_step else None,
+        )
+
+    # --- closing ----------------------------------------------------------------------------------------------------
+
+    def close_due(self, now: float) -> list[RowId]:
+        """Rows that are done for good; forget their units."""
+        done = [
+            row_id
+            for row_id, state in self._open.items()
+            if state.written is not None and now - state.changed >= (SETTLED_S if state.complete else self._horizon_s)
+        ]
+        for row_id in done:
+            del self._open[row_id]
+            self._attention.pop(row_id, None)
+            self._closed[row_id] = None
+        while len(self._closed) > REMEMBERED_ROWS:
+            del self._closed[next(iter(self._closed))]
+        return done
+
+    def waiting(self) -> int:
+        """Rows that were not written in any version yet."""
+        return sum(1 for state in self._open.values() if state.written is None)
+
+
+def _sorted(members: Iterable[MemberId]) -> list[MemberId]:
+    return sorted(members, key=lambda member: (isinstance(member, str), member))
+
+
+def step_metrics(own: Mapping[str, Histogram]) -> dict[str, float]:
+    """What otel-forge says of the step itself: how long it took from the first start to the last end, and which rank was slowest."""
+    slowest = own.get(wire.SLOWEST_METRIC)
+    if slowest is None:
+        return {}
+    return {"forge/step_time_s/max": (int(slowest.max) >> 20) / 1e6, "forge/slowest_rank": float(int(slowest.max) & 0xFFFFF)}
+
+
+def rank_row(sender: Sender, units: list[Unit]) -> Row:
+    """The row of one member from all parts of its packet."""
+    reduced = reduce_values(unit.values for unit in sorted(units, key=lambda unit: unit.part))
+    ended = reduced.own.get(wire.STEP_END_METRIC)
+    row_id = units[0].row
+    return Row(
+        run_id=sender.run_id, mode="per_rank_reduce", role=sender.role, replica=sender.replica, rank=sender.rank, step=row_id.step,
+        occurrence=row_id.occurrence, attempt=row_id.attempt, revision=1, time_unix=ended.max if ended else 0.0, ranks_reporting=1,
+        world_size=sender.world_size, metrics=reduced.metrics, nonfinite=reduced.nonfinite,
+    )  # fmt: skip
+
+
+def with_attempt(row: Row, ordinal: int) -> Row:
+    """The row with the attempt as people count it."""
+    return dataclasses.replace(row, attempt=ordinal)
