@@ -315,6 +315,15 @@ def _parse(raw: object, source: str | None) -> ForgeConfig:
     return config
 
 
+def parse_backends(raw: Mapping[Any, Any]) -> dict[str, BackendConfig]:
+    """The backends of a `metric_logging` mapping. Raises ConfigError."""
+    problems: list[str] = []
+    backends = _parse_backends(raw, problems)
+    if problems:
+        raise ConfigError(problems)
+    return backends
+
+
 def _parse_backends(raw: Mapping[Any, Any], problems: list[str]) -> dict[str, BackendConfig]:
     backends: dict[str, BackendConfig] = {}
     for name, options in raw.items():

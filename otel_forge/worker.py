@@ -104,7 +104,7 @@ class Worker:
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until everything queued before this call is with the sender."""
         done = threading.Event()
-        self._queue.put(lambda: (self._send_spans(), self._send_stream(), done.set())[0])
+        self._queue.put(lambda: self._send_all(done))
         return done.wait(timeout_s) if self._thread is not None else False
 
     def stop(self, timeout_s: float) -> bool:
@@ -139,6 +139,13 @@ class Worker:
             self._send_stream()
         if self._spans and self._identified is not None:
             self._send_spans()
+
+    def _send_all(self, done: threading.Event) -> None:
+        try:
+            self._send_spans()
+            self._send_stream()
+        finally:
+            done.set()
 
     def _known(self) -> Identified:
         if self._identified is None:

@@ -34,6 +34,8 @@ class Revision:
     row_id: RowId
     row: Row
     chosen: frozenset[str]
+    start_unix: float = 0.0
+    """When the first of its ranks began the step."""
 
 
 @dataclass(slots=True)
@@ -145,7 +147,8 @@ class Assembler:
             known = group.nonces.setdefault((sender.replica, sender.rank), sender.nonce)
             if known != sender.nonce:
                 logger.error(
-                    "run %s: two processes both say that they are %s rank %d of %d. Give each its own rank= and world_size=, or role=, or its own run id.",
+                    "run %s: two processes both say that they are %s rank %d of %d. "
+                    "Give each its own rank= and world_size=, or role=, or its own run id.",
                     sender.run_id, sender.role, sender.rank, sender.world_size,
                 )  # fmt: skip
         elif control.kind == wire.PACKET_LAST:
@@ -183,9 +186,9 @@ class Assembler:
             state.covered, state.chosen, state.complete = covered, ids, not absent  # restored after a restart, and nothing new in it
             return None
         self._note_absent(row_id, group, absent, state)
-        row = self._row(row_id, state, ids, covered, absent)
+        row, start_unix = self._row(row_id, state, ids, covered, absent)
         state.written, state.chosen, state.covered, state.complete = row, ids, covered, not absent
-        return Revision(row_id, row, ids)
+        return Revision(row_id, row, ids, start_unix)
 
     def _may_be_complete(self, state: _Open, group: _Group, expected: int, now: float) -> bool:
         """A cheap test before the choice: enough members were heard of."""
@@ -219,11 +222,11 @@ class Assembler:
             if group.missed[member] >= MISSED_ROWS:
                 group.given_up.add(member)
                 logger.warning(
-                    "%s rank %s of run %s was missing from %d rows in a row: rows no longer wait for it", row_id.role, member_name(member), row_id.run_id,
-                    MISSED_ROWS,
-                )  # fmt: skip
+                    "%s rank %s of run %s was missing from %d rows in a row: rows no longer wait for it",
+                    *(row_id.role, member_name(member), row_id.run_id, MISSED_ROWS),
+                )
 
-    def _row(self, row_id: RowId, state: _Open, ids: frozenset[str], covered: frozenset[MemberId], absent: set[int]) -> Row:
+    def _row(self, row_id: RowId, state: _Open, ids: frozenset[str], covered: frozenset[MemberId], absent: set[int]) -> tuple[Row, float]:
         reduced = reduce_values(state.units[unit_id].values for unit_id in sorted(ids))
         heard = {member for cover in state.covers.values() for member in cover.heard_members()} | state.spoiled
         doubtful = {member for member in heard if member not in covered}
@@ -231,9 +234,10 @@ class Assembler:
         if state.inconsistent:
             metrics["forge/inconsistent"] = 1
         ended = reduced.own.get(wire.STEP_END_METRIC)
+        began = reduced.own.get(wire.STEP_START_METRIC)
         trace_step = reduced.own.get(wire.TRACE_STEP_METRIC)
         replicas = set(state.worlds)
-        return Row(
+        row = Row(
             run_id=row_id.run_id,
             mode="global_reduce",
             role=row_id.role,
@@ -252,6 +256,7 @@ class Assembler:
             ranks_doubtful=tuple(member_name(member) for member in _sorted(doubtful)),
             trace_step=int(trace_step.min) if trace_step else None,
         )
+        return row, began.min if began else row.time_unix
 
     # --- closing ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Which of a row's units are used: disjoint ones that together cover the most members. Pure; it knows members and units, no values.
 
-Nearly always the units are disjoint, and all are used at no cost. Only where two units share a member (a payload that was regrouped or sent twice) is
-there a choice: the maximum weight independent set of a small component, by branch and bound with a cap. A capped search covers less, it never counts a
-member twice.
+Nearly always the units are disjoint, and all are used at no cost. Only where two units share a member (a payload that was regrouped or sent twice)
+is there a choice: the maximum weight independent set of a small component, by branch and bound with a cap. A capped search covers less, it never
+counts a member twice.
 """
 
 from __future__ import annotations

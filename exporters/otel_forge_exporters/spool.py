@@ -1,4 +1,4 @@
-"""What survives a crash of the exporter: payloads until their rows are closed, revisions until every backend has them. It must not know what they mean.
+"""What survives a crash: payloads until their rows are closed, revisions until every backend has them. It must not know what they mean.
 
 One SQLite file in WAL mode. Payloads are stored in groups, each group with one fsync, before their senders get an answer. `path` None keeps the same
 tables in memory, for the in-process shape and for tests.

@@ -1,0 +1,166 @@
+"""One backend of one run: a thread that takes rows from the spool, in order, and waits where its place is slow or down. Others never wait for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from otel_forge.config import BackendConfig
+from otel_forge.errors import ConfigError
+from otel_forge_exporters.backend import Backend, RunInfo, make_backend
+from otel_forge_exporters.console import shown
+from otel_forge_exporters.rows import Row, from_stored
+from otel_forge_exporters.spool import Spool
+
+logger = logging.getLogger("otel_forge.exporter")
+
+BATCH_ROWS = 500
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+
+
+class Outbox:
+    """Brings the rows of one mode to one backend."""
+
+    def __init__(self, name: str, config: BackendConfig, run: RunInfo, spool: Spool, work_dir: Path, *, recheck_up_to: int) -> None:
+        """`recheck_up_to`: revisions up to this sequence number may have been written before a crash, so the backend is asked for them."""
+        self.name = name
+        self.mode = config.logging_mode.value
+        self.written = 0
+        """Rows that this process gave to the backend."""
+        self.failures = 0
+        self.last_error: str | None = None
+        self._config = config
+        self._run = run
+        self._spool = spool
+        self._work_dir = work_dir
+        self._recheck_up_to = recheck_up_to
+        self._cursor = spool.cursor(run.run_id, name)
+        self._backend: Backend | None = None
+        self._wake = threading.Condition()
+        self._pending = True
+        self._stopping = False
+        self._broken = False
+        self._on_written: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._loop, name=f"otel-forge-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Start writing."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Say that there are new rows."""
+        with self._wake:
+            self._pending = True
+            self._wake.notify_all()
+
+    def backlog(self) -> int:
+        """Rows that are not written yet; a backend that can never be opened has none."""
+        return 0 if self._broken else self._spool.pending(self._run.run_id, self.mode, self._cursor)
+
+    def location(self) -> str | None:
+        """Where the rows are."""
+        return self._backend.location() if self._backend is not None else None
+
+    def stop(self, exit_code: int | None, timeout_s: float) -> None:
+        """Write what there is, as long as that goes without failures, then end the backend's run."""
+        with self._wake:
+            self._stopping = self._pending = True
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        if self._backend is None:
+            return
+        closing = threading.Thread(target=self._close, args=(exit_code, timeout_s), name=f"otel-forge-{self.name}-close", daemon=True)
+        closing.start()
+        closing.join(timeout_s)
+        if closing.is_alive():
+            logger.warning("backend %s of run %s did not end within %.0f s; its rows are on disk", self.name, self._run.run_id, timeout_s)
+
+    def _close(self, exit_code: int | None, timeout_s: float) -> None:
+        assert self._backend is not None
+        try:
+            self._backend.close(exit_code, timeout_s)
+        except Exception as error:
+            logger.warning("backend %s of run %s could not be ended: %r", self.name, self._run.run_id, error)
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        backoff = FIRST_BACKOFF_S
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._pending)
+                self._pending = False
+            while True:
+                try:
+                    more = self._write_some()
+                    backoff = FIRST_BACKOFF_S
+                except ConfigError as error:
+                    logger.error("%s", error)
+                    self.last_error, self._broken = str(error), True
+                    return
+                except Exception as error:
+                    self._failed(error)
+                    with self._wake:
+                        if self._stopping or self._wake.wait_for(lambda: self._stopping, backoff):
+                            return
+                    backoff = min(2 * backoff, MAX_BACKOFF_S)
+                    continue
+                if not more:
+                    break
+            if self._stopping:
+                return
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        text = f"{type(error).__name__}: {error}"
+        if text != self.last_error:
+            logger.warning("backend %s of run %s: %s; its rows are kept and tried again", self.name, self._run.run_id, text)
+        self.last_error = text
+
+    def _write_some(self) -> bool:
+        """Write one batch; whether there may be more."""
+        try:
+            stored = self._spool.rows_after(self._run.run_id, self.mode, self._cursor, BATCH_ROWS)
+        except sqlite3.ProgrammingError:  # the spool was closed
+            return False
+        if not stored:
+            return False
+        if self._backend is None:
+            backend = make_backend(self.name, self._config, self._run, self._work_dir)
+            backend.open()
+            self._backend = backend
+        rows = [from_stored(item.row) for item in stored]
+        fresh = [row for item, row in zip(stored, rows, strict=True) if item.seq > self._recheck_up_to or not self._backend.has(row)]
+        self._backend.write([view for view in map(self._view, fresh) if view is not None])
+        self._cursor = stored[-1].seq
+        self._spool.move_cursor(self._run.run_id, self.name, self._cursor)
+        self.written += len(fresh)
+        if self.last_error is not None:
+            logger.info("backend %s of run %s works again", self.name, self._run.run_id)
+            self.last_error = None
+        return True
+
+    def _view(self, row: Row) -> Row | None:
+        """The row as the backend's options want it: every n-th step, chosen keys, other names."""
+        config = self._config
+        if row.step % config.every:
+            return None
+        if config.include == ("*",) and not config.exclude and not config.rename:
+            return row
+        metrics = {config.rename.get(key, key): value for key, value in row.metrics.items() if shown(key, config.include, config.exclude)}
+        nonfinite = {config.rename.get(key, key): count for key, count in row.nonfinite.items() if shown(key, config.include, config.exclude)}
+        return dataclasses.replace(row, metrics=metrics, nonfinite=nonfinite)
+
+
+def end_all(outboxes: Sequence[Outbox], exit_code: int | None, timeout_s: float) -> None:
+    """End several outboxes side by side, within the time."""
+    threads = [threading.Thread(target=outbox.stop, args=(exit_code, timeout_s), daemon=True) for outbox in outboxes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout_s + 1)
