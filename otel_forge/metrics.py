@@ -267,7 +267,7 @@ class Registry:
         self._lock = threading.Lock()
         for series in self.series.values():
             for values in (series.values, series.weighted, series.deferred):
-                values.clear()  # type: ignore[attr-defined]
+                values.clear()
         self.set_mode(off=self.off, bounded=True, stream=None)
 
     def clear(self) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from otel_forge.config import ForgeConfig
     from otel_forge.delivery import DeliveryReport
     from otel_forge.destination import Destination
-    from otel_forge.identity import Member
+    from otel_forge.identity import Member, Run
     from otel_forge.points import AttributeValue
     from otel_forge.worker import Identified, SenderLike, Worker
 
@@ -54,6 +54,8 @@ class Pipeline:
         self.facts = process_facts()
         self.run_config: dict[str, Any] = dict(given["run_config"] or {})
         self.exit_code: int | None = None
+        self.tracing = config.tracing.enabled
+        """Whether spans are recorded."""
         self._explicit = explicit
         self._destination: Destination | None = None
         self._member: Member | None = None
@@ -160,6 +162,11 @@ class Pipeline:
             "namespace": self.config.resource.get("service.namespace"),
             "argv": sys.argv[:50],
         }
+
+    def run(self) -> Run | None:
+        """The run and attempt; None before the first flush was handled."""
+        identified = self._worker.identified
+        return identified.run if identified is not None else None
 
     # --- the training loop ---------------------------------------------------------------------------------------------
 
@@ -285,7 +292,7 @@ def init(
         if _pipeline is not None:
             return
         explicit = config is not None and not isinstance(config, (str, os.PathLike))
-        given = {"role": role, "replica": replica, "rank": rank, "world_size": world_size, "run_id": run_id}
+        given: dict[str, Any] = {"role": role, "replica": replica, "rank": rank, "world_size": world_size, "run_id": run_id}
         given |= {"run_config": run_config, "contribute": contribute}
         pipeline = Pipeline(load_config(config), explicit=explicit, given=given)
         if _early_steps.opening:

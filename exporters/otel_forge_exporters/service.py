@@ -37,6 +37,8 @@ logger = logging.getLogger("otel_forge.exporter")
 TICK_S = 0.05
 PENDING_BYTES = 512 << 20
 """Payloads that wait to be stored; more are answered with "come again"."""
+STORE_TIMEOUT_S = 30.0
+"""A payload that is not on disk by then is refused; if it is stored after all, its resend is recognized."""
 SILENT_S = 600.0
 """A run without a packet for so long has crashed."""
 SETTLE_S = 10.0
@@ -137,7 +139,8 @@ class Service:
         with self._lock:
             self._pending_bytes += len(body)
         self._incoming.put(incoming)
-        incoming.stored.wait()
+        if not incoming.stored.wait(STORE_TIMEOUT_S):
+            raise Unavailable("storing takes too long")
         if incoming.failed:
             raise Unavailable(incoming.failed)
 
@@ -361,7 +364,7 @@ class Service:
         now = self._clock()
         revisions = self._assembler.due(now)
         if revisions:
-            self._counts["rows"] += self._spool.add_revisions(map(self._stored_revision, revisions))
+            self._counts["rows"] += self._spool.add_revisions([self._stored_revision(revision) for revision in revisions])
             for revision in revisions:
                 if revision.row.revision == 1:
                     self._roots.add(dataclasses.replace(revision, row=self._with_ordinal(revision.row)), now)

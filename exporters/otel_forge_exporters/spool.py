@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,7 +137,7 @@ class Spool:
 
     # --- revisions -----------------------------------------------------------------------------------------------
 
-    def add_revisions(self, rows: Iterable[tuple[str, str, str, int, str | None, str | None, str]]) -> int:
+    def add_revisions(self, rows: Sequence[tuple[str, str, str, int, str | None, str | None, str]]) -> int:
         """Store (run id, mode, row key, revision, row id, chosen, row) each, unless that revision is there already; how many were new."""
         with self._lock, self._transaction():
             before = self._db.total_changes
@@ -218,7 +218,7 @@ class Spool:
             self._db.close()
 
     @contextlib.contextmanager
-    def _transaction(self):  # type: ignore[no-untyped-def]
+    def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
