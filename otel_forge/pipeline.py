@@ -190,6 +190,10 @@ class Pipeline:
         identified = self._worker.identified
         return identified is not None and identified.sender.flush(max(0.0, deadline - time.monotonic()))
 
+    def mark_start(self) -> None:
+        """The open step begins now, not at the last flush."""
+        self._opened_unix_nano = time.time_ns()
+
     def stream(self, key: str, value: float) -> None:
         """Keep one record for the stream packets; the sequence number orders and dedupes them."""
         from otel_forge.packets import StreamPoint
@@ -394,6 +398,8 @@ def step(number: int) -> Iterator[None]:
     from otel_forge.tracing import span
 
     set_step(number)
+    if _pipeline is not None:
+        _pipeline.mark_start()
     try:
         with span(rank_span_name()):
             yield

@@ -166,7 +166,7 @@ class Assembler:
                 del self._attention[row_id]
             if revision is not None:
                 revisions.append(revision)
-        return revisions
+        return sorted(revisions, key=lambda revision: (revision.row_id.attempt, revision.row_id.step, revision.row_id.occurrence))
 
     def _consider(self, row_id: RowId, state: _Open, *, late: bool, now: float) -> Revision | None:
         group = self._groups[row_id.run_id, row_id.role, row_id.attempt]

@@ -355,7 +355,7 @@ class Service:
     def _store_rows(self, rows: list[Row]) -> None:
         if rows:
             self._counts["rows"] += self._spool.add_revisions(
-                (row.run_id, row.mode, row.key, row.revision, None, None, to_stored(row)) for row in rows
+                [(row.run_id, row.mode, row.key, row.revision, None, None, to_stored(row)) for row in rows]
             )
             for run_id in {row.run_id for row in rows}:
                 self._wake(run_id)

@@ -1,0 +1,5 @@
+"""`python -m otel_forge.cli`."""
+
+from otel_forge.cli import main
+
+main()
