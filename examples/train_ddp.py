@@ -69,9 +69,9 @@ class Corpus:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step; rank r takes r more")
+    parser.add_argument("--batch", type=int, default=12, help="sequences a rank and step; rank r takes r more")
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--config", help="otel-forge configuration file")

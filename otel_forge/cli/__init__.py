@@ -87,6 +87,22 @@ def version(as_json: bool) -> None:
     show(as_json, data, "\n".join(lines))
 
 
+@main.command()
+@click.option("--shape", type=click.Choice(["auto", "direct", "collector"]), default="auto", show_default=True, help="With or without a Collector.")
+@click.option("--ranks", type=click.IntRange(1, 64), help="Training processes [default: 4, or 2 on fewer than 4 cores].")
+@click.option("--steps", type=click.IntRange(1, 10_000), default=20, show_default=True)
+@with_json
+def demo(shape: Any, ranks: int | None, steps: int, as_json: bool) -> None:
+    """Train a small language model with DDP; show its rows, its wandb run and its traces."""
+    from otel_forge.cli.demo import run_demo, show_demo
+
+    result = run_demo(shape=shape, ranks=ranks, steps=steps, as_json=as_json, say=say)
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        show_demo(result)
+
+
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 

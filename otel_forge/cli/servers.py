@@ -29,10 +29,19 @@ from otel_forge.modes import LoggingMode
 HEALTH_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 USUAL_PORTS = {
-    files.ENV_OTLP_GRPC: 4317, files.ENV_OTLP_HTTP: 4318, files.ENV_WINDOW_GRPC: 4319, files.ENV_EXPORTER: 4327, "exporter_http": 4328,
-    files.ENV_JAEGER_OTLP: 4337, files.ENV_JAEGER_OTLP_HTTP: 4338, files.ENV_JAEGER_QUERY: 16686, files.ENV_JAEGER_QUERY_GRPC: 16685, "collector_health": 13133,
-    "jaeger_health": 13134, files.ENV_TELEMETRY_PORT: 8888,
-}  # fmt: skip
+    files.ENV_OTLP_GRPC: 4317,
+    files.ENV_OTLP_HTTP: 4318,
+    files.ENV_WINDOW_GRPC: 4319,
+    files.ENV_EXPORTER: 4327,
+    "exporter_http": 4328,
+    files.ENV_JAEGER_OTLP: 4337,
+    files.ENV_JAEGER_OTLP_HTTP: 4338,
+    files.ENV_JAEGER_QUERY: 16686,
+    files.ENV_JAEGER_QUERY_GRPC: 16685,
+    "collector_health": 13133,
+    "jaeger_health": 13134,
+    files.ENV_TELEMETRY_PORT: 8888,
+}
 Say = Callable[[str], None]
 Shape = Literal["auto", "direct", "collector"]
 _direct_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
