@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -390,26 +390,6 @@ def set_run_config(values: Mapping[str, Any]) -> None:
     """Add to the configuration that the run shows (in wandb, its config). Only rank 0's is used."""
     if _pipeline is not None:
         _pipeline.set_run_config(values)
-
-
-@contextlib.contextmanager
-def step(number: int) -> Iterator[None]:
-    """One training step: names it, times it as this rank's span, and flushes it at the end, also when it fails (the span is then marked)."""
-    from otel_forge.tracing import span
-
-    set_step(number)
-    if _pipeline is not None:
-        _pipeline.mark_start()
-    try:
-        with span(rank_span_name()):
-            yield
-    finally:
-        flush(number)
-
-
-def rank_span_name() -> str:
-    """The name of the span that `step` opens on this rank."""
-    return f"rank {_pipeline.member().rank}" if _pipeline is not None else "rank"
 
 
 def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryReport:

@@ -6,6 +6,7 @@ their own, and a copied context carries the parent along.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -15,7 +16,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -120,6 +121,20 @@ class span:
         """Decorate a function: every call is a span."""
         name, attributes = self._name, self._attributes
         return _decorate(function, lambda _args: span(name, attributes))
+
+
+@contextlib.contextmanager
+def step(number: int) -> Iterator[None]:
+    """One training step: names it, times it as this rank's span, and flushes it at the end, also when it fails (the span is then marked)."""
+    pipeline.set_step(number)
+    current = pipeline.current()
+    if current is not None:
+        current.mark_start()
+    try:
+        with span(f"rank {current.member().rank}" if current is not None else "rank"):
+            yield
+    finally:
+        pipeline.flush(number)
 
 
 def _restore(token: contextvars.Token[int]) -> int:

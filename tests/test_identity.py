@@ -42,10 +42,16 @@ print(run.run_id, run.attempt)
 """
 
 
+AGENT = """
+import os, subprocess, sys
+for rank in "01":
+    print(subprocess.check_output([sys.executable, *sys.argv[1:]], env={**os.environ, "RANK": rank}, text=True).strip())
+"""
+
+
 def _launch(tmp_path: Path, environ: dict[str, str]) -> set[str]:
     """One launcher process with two ranks; what each says of its run."""
-    agent = "import subprocess, sys, os; [print(subprocess.check_output([sys.executable, *sys.argv[1:]], env={**os.environ, 'RANK': r}).decode().strip()) for r in '01']"
-    output = subprocess.check_output([sys.executable, "-c", agent, "-c", SCRIPT, str(tmp_path)], env={"PATH": "/usr/bin", **environ}, text=True)
+    output = subprocess.check_output([sys.executable, "-c", AGENT, "-c", SCRIPT, str(tmp_path)], env={"PATH": "/usr/bin", **environ}, text=True)
     return set(output.split("\n")[:-1])
 
 

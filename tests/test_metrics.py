@@ -62,7 +62,7 @@ def test_strict_raises_what_is_otherwise_logged() -> None:
     with pytest.raises(InvalidValueError, match="'x'"):
         record_metric("x", "1")
     record_metric("y", 1.0, Reduce.SUM)
-    with pytest.raises(ReductionConflict, match="'y'.*SUM"):
+    with pytest.raises(ReductionConflict, match=r"'y'.*SUM"):
         record_metric("y", 1.0, Reduce.MEAN)
 
 

@@ -19,6 +19,8 @@ from otel_forge_exporters.spool import Spool
 logger = logging.getLogger("otel_forge.exporter")
 
 BATCH_ROWS = 500
+REWIND_ROWS = 5_000
+"""After a restart, so many rows before the last known one are looked up in the backend's place."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 
@@ -39,7 +41,9 @@ class Outbox:
         self._spool = spool
         self._work_dir = work_dir
         self._recheck_up_to = recheck_up_to
-        self._cursor = spool.cursor(run.run_id, name)
+        self._known = spool.cursor(run.run_id, name)
+        """What an earlier process gave to the backend. The place may have lost the end of it (wandb flushes every 2 s), so that is asked for again."""
+        self._cursor = spool.seq_before(run.run_id, self.mode, self._known, REWIND_ROWS)
         self._backend: Backend | None = None
         self._wake = threading.Condition()
         self._pending = True
@@ -135,15 +139,24 @@ class Outbox:
             backend.open()
             self._backend = backend
         rows = [from_stored(item.row) for item in stored]
-        fresh = [row for item, row in zip(stored, rows, strict=True) if item.seq > self._recheck_up_to or not self._backend.has(row)]
+        fresh = [row for item, row in zip(stored, rows, strict=True) if self._is_missing(item.seq, row)]
         self._backend.write([view for view in map(self._view, fresh) if view is not None])
         self._cursor = stored[-1].seq
-        self._spool.move_cursor(self._run.run_id, self.name, self._cursor)
+        if self._cursor > self._known:
+            self._spool.move_cursor(self._run.run_id, self.name, self._cursor)
         self.written += len(fresh)
         if self.last_error is not None:
             logger.info("backend %s of run %s works again", self.name, self._run.run_id)
             self.last_error = None
         return True
+
+    def _is_missing(self, seq: int, row: Row) -> bool:
+        """Whether the backend has to get a row: surely when nobody gave it, else when the backend says that it is not there."""
+        if seq > max(self._recheck_up_to, self._known):
+            return True
+        assert self._backend is not None
+        has = self._backend.has(row)
+        return not has if has is not None else seq > self._known
 
     def _view(self, row: Row) -> Row | None:
         """The row as the backend's options want it: every n-th step, chosen keys, other names."""

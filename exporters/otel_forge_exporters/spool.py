@@ -166,6 +166,13 @@ class Spool:
         with self._lock:
             return int(self._db.execute("SELECT count(*) FROM revisions WHERE run_id=? AND mode=? AND seq>?", (run_id, mode, seq)).fetchone()[0])
 
+    def seq_before(self, run_id: str, mode: str, seq: int, count: int) -> int:
+        """The sequence number that `count` revisions of a mode, up to `seq`, come after."""
+        query = "SELECT min(seq) - 1 FROM (SELECT seq FROM revisions WHERE run_id=? AND mode=? AND seq<=? ORDER BY seq DESC LIMIT ?)"
+        with self._lock:
+            found = self._db.execute(query, (run_id, mode, seq, count)).fetchone()[0]
+        return seq if found is None else int(found)
+
     def cursor(self, run_id: str, backend: str) -> int:
         """The sequence number of the last revision that a backend is known to have."""
         with self._lock:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,7 +24,7 @@ from otel_forge.discovery import Servers
 from otel_forge.errors import ServerError
 from otel_forge.identity import clean_id
 
-SETUP_FAILED = 125
+WATCH_EVERY_S = 0.5
 RECIPE = """this command runs on several nodes, and no endpoint is given. One node keeps the servers, the others join them:
   on one node:   otel-forge up
   on every node: OTEL_FORGE_ENDPOINT=http://<that node>:4318 OTEL_FORGE_RUN_ID=<one id for the run> otel-forge run -- <command>
@@ -85,7 +87,8 @@ class Runner:
         previous = signal.signal(signal.SIGTERM, self._forward)
         try:
             servers = stack.start(self._shape)
-            code = self._execute(command, rank_environment(servers, home, self.run_id, self._config_path))
+            with self._watched(stack):
+                code = self._execute(command, rank_environment(servers, home, self.run_id, self._config_path))
             self._replay(servers, home)
             drained = drain(servers, self._drain_timeout_s, code)
             return Finished(code, self.run_id, drained, servers, home)
@@ -94,6 +97,28 @@ class Runner:
             raise
         finally:
             signal.signal(signal.SIGTERM, previous)
+
+    @contextlib.contextmanager
+    def _watched(self, stack: Stack) -> Iterator[None]:
+        """Start servers again that die while the command runs."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(WATCH_EVERY_S):
+                try:
+                    for name in stack.restart_dead():
+                        self._say(f"{name} had ended and was started again; what it had stored is taken up")
+                except ServerError as error:
+                    self._say(f"a server cannot be started again: {error}")
+                    return
+
+        thread = threading.Thread(target=watch, name="otel-forge-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(5.0)
 
     def close(self) -> None:
         """Stop the private servers; what they kept is removed when all of it was written."""

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,7 @@ class Stack:
     ports: dict[str, int] = field(default_factory=dict)
     processes: list[tuple[ServerProcess, subprocess.Popen[bytes]]] = field(default_factory=list)
     servers: Servers | None = None
+    _commands: dict[str, tuple[list[str], Mapping[str, str], int | None]] = field(default_factory=dict)
 
     # --- starting ------------------------------------------------------------------------------------------------
 
@@ -117,17 +118,13 @@ class Stack:
             ) from error
 
     def _start_all(self, collector_bin: Path | None, jaeger_bin: Path | None) -> None:
-        waiting: list[tuple[str, str]] = []
         if jaeger_bin:
             self._start_jaeger(jaeger_bin)
-            waiting.append(("jaeger", self._url("jaeger_health") + "/status"))
-        self._start_exporter(traces=jaeger_bin is not None, collector=collector_bin is not None)
-        waiting.append(("exporter", self._url("exporter_http") + "/health"))
+        self._start_exporter(traces=jaeger_bin is not None)
         if collector_bin:
             self._start_collector(collector_bin, jaeger=jaeger_bin is not None)
-            waiting.append(("collector", self._url("collector_health")))
-        for name, url in waiting:
-            self._wait_healthy(name, url)
+        for process, _ in self.processes:
+            self._wait_healthy(process.name)
 
     def _start_jaeger(self, program: Path) -> None:
         path = self._write_config("jaeger.yaml", files.jaeger())
@@ -145,7 +142,7 @@ class Stack:
         }
         self._spawn("collector", [str(program), "--config", str(path)], environ)
 
-    def _start_exporter(self, *, traces: bool, collector: bool) -> None:
+    def _start_exporter(self, *, traces: bool) -> None:
         command = [
             sys.executable, "-m", "otel_forge.cli", "export", "--grpc-endpoint", self._address(files.ENV_EXPORTER),
             "--http-endpoint", self._address("exporter_http"), "--state-dir", str(self.state_dir / "exporter"), "--work-dir", str(self.work_dir),
@@ -157,6 +154,7 @@ class Stack:
         self._spawn("exporter", command, {}, stdout=self.exporter_stdout)
 
     def _spawn(self, name: str, command: list[str], environ: Mapping[str, str], *, stdout: int | None = subprocess.DEVNULL) -> None:
+        self._commands[name] = (command, environ, stdout)
         log = self.state_dir / "logs" / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -170,7 +168,26 @@ class Stack:
             )
         self.processes.append((ServerProcess(name, process.pid, discovery.start_ticks(process.pid) or 0, discovery.boot_id(), str(log)), process))
 
-    def _wait_healthy(self, name: str, url: str) -> None:
+    def restart_dead(self) -> list[str]:
+        """Start every server again that has ended by itself; the names of those. What they had stored is taken up."""
+        dead = [(server, popen) for server, popen in self.processes if popen.poll() is not None]
+        for server, popen in dead:
+            self.processes.remove((server, popen))
+            command, environ, stdout = self._commands[server.name]
+            self._spawn(server.name, command, environ, stdout=stdout)
+            self._wait_healthy(server.name)
+        if dead and self.servers is not None:
+            self.servers = replace(self.servers, processes=tuple(process for process, _ in self.processes))
+            discovery.write(self.state_dir, self.servers)
+        return [server.name for server, _ in dead]
+
+    def _health_url(self, name: str) -> str:
+        urls = {"jaeger": ("jaeger_health", "/status"), "exporter": ("exporter_http", "/health"), "collector": ("collector_health", "/")}
+        port, path = urls[name]
+        return self._url(port) + path
+
+    def _wait_healthy(self, name: str) -> None:
+        url = self._health_url(name)
         deadline = time.monotonic() + HEALTH_TIMEOUT_S
         process = next(process for server, process in self.processes if server.name == name)
         log = self.state_dir / "logs" / f"{name}.log"

@@ -1,0 +1,99 @@
+"""kill -9 of a server in the middle of a run: every row is still exact, and there once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import Cli, clean_environment, rows_of, wait_for
+from tests.integration.test_shapes import assert_exact, finish, launch
+
+RANKS, STEPS = 4, 60
+
+
+@pytest.mark.parametrize("victim", ["collector", "exporter"])
+def test_a_server_killed_and_restarted_in_the_middle_costs_nothing(victim: str, tmp_path: Path, start_stack: Callable[..., Any]) -> None:
+    stack, servers = start_stack("collector")
+    environ = clean_environment(tmp_path / "state") | {
+        "OTEL_FORGE_ENDPOINT": servers.otlp_http, "OTEL_FORGE_SHAPE": "collector", "OTEL_FORGE_RUN_ID": "r", "OTEL_FORGE_MODES": "global_reduce",
+    }  # fmt: skip
+    ranks = launch(tmp_path, RANKS, environ, "--steps", str(STEPS), "--interval", "0.05")
+    for after in (5, 25):
+        wait_for(lambda after=after: len({row["step"] for row in rows_of(tmp_path / "rows.jsonl")}) >= after, 60, f"{after} rows")  # type: ignore[misc]
+        killed = next(popen for process, popen in stack.processes if process.name == victim)
+        killed.kill()
+        killed.wait()
+        assert stack.restart_dead() == [victim]
+    finish(ranks)
+    assert stack.stop(drain_timeout_s=60.0)
+    rows = rows_of(tmp_path / "rows.jsonl")
+    newest = {row["step"]: row for row in rows}
+    assert set(newest) == set(range(STEPS))
+    for row in newest.values():
+        assert_exact(row, RANKS)
+    assert Counter((row["step"], row["revision"]) for row in rows).most_common(1)[0][1] == 1, "a row is there twice"
+    if victim == "exporter":
+        assert len(rows) == STEPS
+        from otel_forge_exporters.wandb_files import history
+
+        assert sorted(row["global_step"] for row in history(tmp_path, "r") if "global_step" in row) == list(range(STEPS))
+
+
+def test_a_training_script_that_crashes_keeps_its_rows_and_its_exit_code(cli: Cli, config_path: Path, tmp_path: Path) -> None:
+    from tests.integration.conftest import JOB
+
+    done = cli("run", "--config", str(config_path), "--", sys.executable, str(JOB), "--crash-at", "7")
+    assert done.returncode == 1
+    assert "crashed at step 7" in done.stderr
+    assert [row["step"] for row in rows_of(tmp_path / "rows.jsonl")] == list(range(7))
+    assert not list((tmp_path / "state" / "runs").glob("*")), "the state of a run that is written is removed"
+
+
+def test_up_down_and_status_say_what_runs(cli: Cli, config_path: Path) -> None:
+    assert cli("status").returncode == 3
+    assert cli("down").returncode == 0
+    first = cli("up", "--config", str(config_path), "--no-jaeger", "--json")
+    assert first.returncode == 0, first.stderr
+    try:
+        again = cli("up", "--config", str(config_path), "--no-jaeger", "--json")
+        assert (again.returncode, json.loads(again.stdout)["started"]) == (0, False)
+        assert json.loads(again.stdout)["processes"] == json.loads(first.stdout)["processes"]
+        status = json.loads(cli("status", "--json").stdout)
+        assert (status["running"], status["alive"]) == (True, {"exporter": True, "collector": True})
+    finally:
+        stopped = cli("down", "--json")
+    assert sorted(json.loads(stopped.stdout)["stopped"]) == ["collector", "exporter"]
+    assert cli("status").returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run", "--", "no-such-command"], 125, "no-such-command: there is no such command"),
+        (["run", "--config", "nowhere.yaml", "--", "true"], 125, "nowhere.yaml"),
+        (["run", "--", "torchrun", "--nnodes=2", "x.py"], 125, "several nodes"),
+        (["up", "--config", "bad.yaml"], 2, "did you mean 'wandb'?"),
+        (["export", "--http-endpoint", "127.0.0.1:1", "--grpc-endpoint", "127.0.0.1:0"], 1, "127.0.0.1:1"),
+    ],
+)
+def test_a_command_that_cannot_work_says_why_in_one_message(cli: Cli, tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+    (tmp_path / "bad.yaml").write_text("metric_logging: {wanb: {}}\n")
+    done = cli(*arguments)
+    if "127.0.0.1:1" in arguments and done.returncode != code:
+        pytest.skip("this user may listen on port 1")
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_state_directory_that_cannot_be_written_is_named(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli("up", OTEL_FORGE_STATE_DIR=str(tmp_path / "file" / "state"))
+    assert done.returncode == 1
+    assert str(tmp_path / "file" / "state") in done.stderr
