@@ -114,7 +114,7 @@ def main() -> None:
             optimizer.step()
             tracer.stop("optimizer")
 
-            record_metric("loss", losses.mean(), weight=targets.numel())
+            record_metric("loss", losses, weight=targets.shape[1])  # each sample is a measurement, weighted by its tokens
             record_metric("tokens", targets.numel(), Reduce.SUM)
             record_metric("grad_norm", grad_norm, Reduce.MAX)
             record_metric("lr", schedule.get_last_lr()[0], Reduce.MIN)

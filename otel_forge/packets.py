@@ -54,8 +54,11 @@ class PacketBuilder:
         self._window = window
         self._contribute = contribute
         self._sequence = 0
-        self._resource = {**resource, wire.RUN_ID: run.run_id, wire.ATTEMPT: run.attempt, wire.MODES: modes, wire.NONCE: nonce}
-        self._resource |= {wire.ROLE: member.role, wire.REPLICA: member.replica, wire.RANK: member.rank, wire.WORLD_SIZE: member.world_size}
+        identity: dict[str, AttributeValue] = {wire.ROLE: member.role, wire.REPLICA: member.replica, wire.RANK: member.rank}
+        identity |= {wire.WORLD_SIZE: member.world_size, wire.RUN_ID: run.run_id, wire.ATTEMPT: run.attempt}
+        self.resource: Mapping[str, AttributeValue] = {**resource, **identity}
+        """Who this member is, on everything it sends."""
+        self._resource = {**self.resource, wire.MODES: modes, wire.NONCE: nonce}
         self._templates: dict[tuple[str, str, bool], ResourceTemplate] = {}
         self._names: dict[tuple[str, str, str | None], SeriesName] = {}
 

@@ -114,7 +114,7 @@ class Pipeline:
         if member.rank == 0 and member.replica == 0:
             self._run_info_sent = self._run_info()
             sender.put(builder.control(wire.PACKET_RUN_INFO, self._run_info_sent, now))
-        return Identified(run, builder, sender, resource)
+        return Identified(run, builder, sender, builder.resource)
 
     def _sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
         if destination.shape == "inprocess":

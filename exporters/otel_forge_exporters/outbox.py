@@ -42,7 +42,7 @@ class Outbox:
         self._work_dir = work_dir
         self._recheck_up_to = recheck_up_to
         self._known = spool.cursor(run.run_id, name)
-        """What an earlier process gave to the backend. The place may have lost the end of it (wandb flushes every 2 s), so that is asked for again."""
+        """What an earlier process gave to the backend. Its place may have lost the end (wandb flushes every 2 s), so that is asked for again."""
         self._cursor = spool.seq_before(run.run_id, self.mode, self._known, REWIND_ROWS)
         self._backend: Backend | None = None
         self._wake = threading.Condition()
