@@ -200,6 +200,8 @@ class Lane:
             self._poster.abort()
         if self._thread is not None:
             self._thread.join(1.0)
+        if self._poster is not None and (self._thread is None or not self._thread.is_alive()):
+            self._poster.close()
         with self._ready:
             rest, self._queue = list(self._queue), collections.deque()
             if self._busy is not None:  # the thread hangs in a request: nobody knows whether it arrived

@@ -140,6 +140,10 @@ class Poster:
         self._used = True
         return _judge(response.status, answer, response.getheader("retry-after"))
 
+    def close(self) -> None:
+        """Close the connection. From the posting thread, or when that has ended."""
+        self._drop()
+
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()

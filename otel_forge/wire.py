@@ -139,6 +139,8 @@ LIMB_BITS = 32
 X_SHIFT = 1088
 """Σx travels as the integer Σx·2^1088: a double is a multiple of 2^-1074, and 1088 is the next multiple of 32."""
 XX_SHIFT = 2176
+MAX_LIMB = 72
+"""The square of the largest double, times 2^40 values, ends below limb 66."""
 _LIMB_MASK = (1 << LIMB_BITS) - 1
 
 
@@ -166,8 +168,8 @@ def from_limbs(limbs: Iterable[tuple[int, int]], shift: int) -> int:
     low = -(shift // LIMB_BITS)
     total = 0
     for index, limb in limbs:
-        if index < low:
-            raise ValueError(f"limb index {index} is below {low}")
+        if not low <= index <= MAX_LIMB:
+            raise ValueError(f"limb index {index} is not between {low} and {MAX_LIMB}")
         total += limb << ((index - low) * LIMB_BITS)
     return total
 

@@ -13,7 +13,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from otel_forge import wire
 from otel_forge_exporters.values import Histogram, Limbs, SeriesKey, Sum, Value
 
-MAX_RANK = 1 << 24
+MAX_WORLD = 1 << 18
+"""A world that claims to be larger is not believed: its missing ranks would have to be listed."""
 MemberId = int | str
 """A ranked member is `replica << 32 | rank`; a task of an open world is its name."""
 
@@ -245,7 +246,7 @@ def _count_members(unit: Unit, by_replica: Mapping[tuple[int, int], Mapping[int,
     for (replica, world), blocks in by_replica.items():
         counts = wire.decode_contributors(blocks)
         known = unit.worlds.setdefault(replica, world)
-        if counts is None or known != world or (counts and max(counts) >= max(world, 1)) or world > MAX_RANK:
+        if counts is None or known != world or (counts and max(counts) >= max(world, 1)) or not 0 <= world <= MAX_WORLD:
             unit.consistent = False
             continue
         for rank, count in counts.items():

@@ -28,7 +28,7 @@ def run(
     explicit: bool = True,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then write what is there and end. Raises OSError (port taken) or StateError before it serves."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
     stopping = threading.Event()
     exit_code: list[int | None] = [None]
     service = Service(config, state_dir=state_dir, work_dir=work_dir, trace_endpoint=trace_endpoint, explicit=explicit)

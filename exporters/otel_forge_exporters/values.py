@@ -70,7 +70,7 @@ def reduce_values(partials: Iterable[Mapping[SeriesKey, list[Value]]]) -> Reduce
     for key, by_reduction in merged.items():
         if key.startswith("forge."):
             found = [value for values in by_reduction.values() for value in values if isinstance(value, Histogram)]
-            if found:
+            if found and all(math.isfinite(value.min) and math.isfinite(value.max) for value in found):
                 own[key] = _merge_histograms(found)
             continue
         components: dict[str, dict[str, list[Value]]] = {}
@@ -79,12 +79,13 @@ def reduce_values(partials: Iterable[Mapping[SeriesKey, list[Value]]]) -> Reduce
             components.setdefault(reduction, {})[component] = values
         for reduction, parts in components.items():
             name = key if len(components) == 1 else f"{key}/{reduction}"
-            bad = int(math.fsum(value.value for value in parts.pop(wire.NONFINITE, []) if isinstance(value, Sum)))
+            count = math.fsum(value.value for value in parts.pop(wire.NONFINITE, []) if isinstance(value, Sum) and math.isfinite(value.value))
+            bad = int(count)
             if bad:
                 nonfinite[name] = bad
             try:
                 metrics[name] = None if bad else _reduce_one(reduction, parts)
-            except (ValueError, TypeError, ZeroDivisionError, OverflowError) as error:
+            except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 metrics[name] = None
                 problems.append(f"{key} ({reduction}): {error}")
             if metrics[name] is None and not bad:
@@ -125,12 +126,20 @@ def _merge_histograms(values: list[Histogram]) -> Histogram:
     buckets = tuple(map(sum, zip(*(value.buckets for value in values), strict=True))) if first.bounds else ()
     return Histogram(
         sum(value.count for value in values),
-        math.fsum(value.sum for value in values),
+        _total(value.sum for value in values),
         min(value.min for value in values),
         max(value.max for value in values),
         first.bounds,
         buckets,
     )
+
+
+def _total(values: Iterable[float]) -> float:
+    """The sum; NaN where it has none (inf and -inf, or beyond a double)."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def _std(parts: Mapping[str, list[Value]]) -> float:

@@ -275,6 +275,7 @@ def pick_ports(*, usual: bool) -> dict[str, int]:
 
 def _bind(port: int) -> socket.socket | None:
     bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("127.0.0.1", port))
     except OSError:
