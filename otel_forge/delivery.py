@@ -88,9 +88,14 @@ class Sender:
         timeout_s: float = 10.0,
         compression: str = "gzip",
         ssl_context: Any = None,
+        to_window: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`metrics_url` None: there is nothing to send to, so everything is spilled. `traces_url` None besides: spans are left out."""
+        """`metrics_url` None: there is nothing to send to, so everything is spilled. `traces_url` None besides: spans are left out.
+
+        `to_window` False: the receiver has no window (it is the exporter itself), so what an earlier process left for one goes direct.
+        """
+        self._to_window = to_window
         self._spill = SpillStore(spool_dir, run_id)
         self._lanes: dict[str, Lane] = {}
         for signal, url in (("metrics", metrics_url), ("traces", traces_url)):
@@ -103,6 +108,8 @@ class Sender:
     def _adopt(self) -> None:
         """Send what an earlier process of this run left on disk."""
         packets = [Packet(**packet) for packet in self._spill.replay()]
+        if not self._to_window:
+            packets = [packet.direct() for packet in packets]
         if packets:
             logger.info("otel-forge: %d packets of an earlier process of this run are sent now", len(packets))
         for packet in packets:

@@ -15,12 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from otel_forge import metrics, wire
 from otel_forge.errors import InvalidValueError
+from otel_forge.modes import LoggingMode
 from otel_forge.steps import StepTracker
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class Pipeline:
         """Decided at init, before the rank is known: by the configuration, the environment or a living `up`."""
         from otel_forge.destination import resolve
 
+        if self.given["sender"] is not None:
+            return LoggingMode.PER_RANK_NO_REDUCE in self.config.modes()
         return resolve(self.config, explicit=self._explicit, world_size=1, environ=os.environ).streams
 
     # --- identity, at the first flush ------------------------------------------------------------------------------
@@ -96,6 +100,10 @@ class Pipeline:
         state = state_dir(self.config)
         run = resolve_run(self.given["run_id"], member, os.environ, self.facts, launches_dir=state / "launches", stopped=stopped)
         destination = resolve(self.config, explicit=self._explicit, world_size=member.world_size, environ=os.environ)
+        if self.given["sender"] is not None:
+            destination = replace(
+                destination, shape="inprocess", modes=tuple(sorted(mode.value for mode in {*self.config.modes(), LoggingMode.GLOBAL_REDUCE}))
+            )
         sender = self._sender(destination, run.run_id, state)
         device = _device_name()
         resource = resource_attributes(member, run.run_id, self.facts, device, self._user_resource())
@@ -117,6 +125,9 @@ class Pipeline:
         return Identified(run, builder, sender, builder.resource)
 
     def _sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
+        if self.given["sender"] is not None:
+            sender: SenderLike = self.given["sender"]
+            return sender
         if destination.shape == "inprocess":
             from otel_forge.inprocess import InProcessSender
 
@@ -139,6 +150,7 @@ class Pipeline:
             timeout_s=settings.timeout_s,
             compression=settings.compression or "gzip",
             ssl_context=_ssl_context(self.config, settings.ca_file),
+            to_window=destination.window,
         )
 
     def _headers(self, headers: dict[str, str]) -> dict[str, str]:
@@ -162,6 +174,13 @@ class Pipeline:
             "namespace": self.config.resource.get("service.namespace"),
             "argv": sys.argv[:50],
         }
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until everything flushed so far is with its receiver."""
+        deadline = time.monotonic() + timeout_s
+        if not self._worker.wait_idle(timeout_s) or self._worker.identified is None:
+            return False
+        return self._worker.identified.sender.flush(max(0.0, deadline - time.monotonic()))
 
     def run(self) -> Run | None:
         """The run and attempt; None before the first flush was handled."""
@@ -279,12 +298,14 @@ def init(
     run_config: Mapping[str, Any] | None = None,
     contribute: bool = True,
     strict: bool = False,
+    sender: SenderLike | None = None,
 ) -> None:
     """Start telemetry in this process. A second call does nothing.
 
     `config` is a path, dict, DictConfig or ForgeConfig; None means OTEL_FORGE_CONFIG or the defaults. `role`, `replica`, `rank` and `world_size`
     say who this process is where the launcher does not. `run_config` is shown as the run's configuration. `contribute=False` keeps this process's
-    values out of the global rows (a tensor-parallel copy). Raises ConfigError; after that, nothing raises unless `strict`.
+    values out of the global rows (a tensor-parallel copy). `sender` takes the packets instead of a server. Raises ConfigError; after that, nothing
+    raises unless `strict`.
     """
     global _pipeline
     from otel_forge.config import is_disabled, load_config
@@ -297,7 +318,7 @@ def init(
             return
         explicit = config is not None and not isinstance(config, (str, os.PathLike))
         given: dict[str, Any] = {"role": role, "replica": replica, "rank": rank, "world_size": world_size, "run_id": run_id}
-        given |= {"run_config": run_config, "contribute": contribute}
+        given |= {"run_config": run_config, "contribute": contribute, "sender": sender}
         pipeline = Pipeline(load_config(config), explicit=explicit, given=given)
         if _early_steps.opening:
             pipeline.steps.set(_early_steps.opening)

@@ -254,6 +254,49 @@ def export(
     raise SystemExit(code)
 
 
+@main.command()
+@click.argument("run_id", required=False)
+@click.option("--endpoint", help="Base URL to send to [default: the servers of `otel-forge up`].")
+@click.option("--timeout", default=60.0, show_default=True, help="Seconds for each run.")
+@with_config
+@with_json
+def replay(run_id: str | None, endpoint: str | None, timeout: float, config_path: Path | None, as_json: bool) -> None:
+    """Send packets that training processes could only keep on disk: those of RUN_ID, or of every run. Exit code 1 when some are left."""
+    from dataclasses import asdict
+
+    from otel_forge import discovery
+    from otel_forge.cli.running import replay_run
+    from otel_forge.config import state_dir
+
+    home = state_dir(_load(config_path)[0])
+    servers = discovery.living(home)
+    if endpoint is None and servers is None:
+        raise ForgeError("nothing to send to: start servers with `otel-forge up`, or name an --endpoint")
+    target, to_window = (endpoint, True) if endpoint else (servers.otlp_http, servers.shape == "collector")  # type: ignore[union-attr]
+    folders = sorted([*home.glob("spool/*"), *home.glob("runs/*/spool/*")])
+    found = [folder for folder in folders if folder.is_dir() and run_id in (None, folder.name)]
+    if run_id and not found:
+        raise ForgeError(f"no packets of run {run_id} are kept in {home}")
+    reports = {folder.name: replay_run(folder.parent, folder.name, str(target), to_window=to_window, timeout_s=timeout) for folder in found}
+    lines = [f"{name}: {report.delivered} packets sent, {report.spilled} still kept, {report.dropped} refused" for name, report in reports.items()]
+    show(as_json, {name: asdict(report) for name, report in reports.items()}, "\n".join(lines) or "nothing is kept")
+    raise SystemExit(FAILED if any(report.spilled or report.dropped for report in reports.values()) else 0)
+
+
+@main.command()
+@click.argument("names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "exit", "slowdown", "cpu", "latency"]))
+@with_json
+def bench(names: tuple[str, ...], as_json: bool) -> None:
+    """Measure what telemetry costs, each figure beside a baseline of the same run. Without NAMES: all of them (about two minutes)."""
+    from otel_forge.cli.bench import run_benchmarks, show_benchmarks
+
+    results = run_benchmarks(names, say)
+    if as_json:
+        click.echo(json.dumps(results))
+    else:
+        show_benchmarks(results)
+
+
 # --- the Collector's programs and files ----------------------------------------------------------------------------------
 
 

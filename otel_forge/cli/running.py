@@ -19,7 +19,7 @@ from types import FrameType
 from otel_forge import discovery
 from otel_forge.cli.servers import Say, Shape, Stack, drain, rank_environment
 from otel_forge.config import ENV_ENDPOINT, ENV_RUN_ID, ForgeConfig, otlp_settings, state_dir
-from otel_forge.delivery import Sender
+from otel_forge.delivery import DeliveryReport, Sender
 from otel_forge.discovery import Servers
 from otel_forge.errors import ServerError
 from otel_forge.identity import clean_id
@@ -155,13 +155,19 @@ class Runner:
     def _replay(self, servers: Servers, base: Path) -> None:
         """Packets that the ranks could only keep on disk."""
         assert self.run_id is not None
-        if not (base / "spool" / self.run_id).is_dir():
-            return
-        sender = Sender(
-            metrics_url=servers.otlp_http + "/v1/metrics", traces_url=servers.otlp_http + "/v1/traces", spool_dir=base / "spool", run_id=self.run_id
-        )
-        sender.flush(self._drain_timeout_s)
-        sender.shutdown(1.0)
+        replay_run(base / "spool", self.run_id, servers.otlp_http, to_window=servers.shape == "collector", timeout_s=self._drain_timeout_s)
+
+
+def replay_run(spool_dir: Path, run_id: str, endpoint: str, *, to_window: bool, timeout_s: float) -> DeliveryReport:
+    """Send what processes of a run could only keep on disk. What cannot be sent within the time is kept again."""
+    if not (spool_dir / run_id).is_dir():
+        return DeliveryReport()
+    sender = Sender(metrics_url=endpoint + "/v1/metrics", traces_url=endpoint + "/v1/traces", spool_dir=spool_dir, run_id=run_id, to_window=to_window)
+    sender.flush(timeout_s)
+    report = sender.shutdown(1.0)
+    with contextlib.suppress(OSError):
+        (spool_dir / run_id).rmdir()
+    return report
 
 
 def is_on_several_nodes(command: Sequence[str], environ: Mapping[str, str]) -> bool:

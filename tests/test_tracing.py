@@ -1,0 +1,382 @@
+"""Scopes of every kind: right parents, right durations, the exception unchanged."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextvars
+import dataclasses
+import enum
+import functools
+import inspect
+import pickle
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import otel_forge
+from otel_forge import Tracer, instrument, no_instrument, span, trace, uninstrument
+from otel_forge.errors import UsageError
+from otel_forge.testing import Captured, capture
+from otel_forge.tracing import reset_warnings
+
+
+@pytest.fixture(autouse=True)
+def _fresh_warnings() -> None:
+    reset_warnings()
+
+
+def _tree(captured: Captured) -> dict[str, str]:
+    """Name of each span → name of its parent ("" for the step's root)."""
+    spans = captured.spans
+    names = {item.span_id: item.name for item in spans}
+    return {item.name: names.get(item.parent_id, "") for item in spans}
+
+
+def test_a_tracer_s_steps_are_metrics_and_spans_in_their_order() -> None:
+    with capture() as captured:
+        tracer = Tracer("train")
+        tracer.start()
+        time.sleep(0.01)
+        tracer.step("forward")
+        tracer.step("backward")
+        tracer.stop()
+        otel_forge.flush(0)
+        metrics = captured.rows[0]["metrics"]
+        assert _tree(captured) == {"train/forward": "train", "train/backward": "train", "train/tail": "train", "train": ""}
+    expected = {f"train/{step}/duration_{kind}_s" for step in ("forward", "backward", "tail") for kind in ("avg", "max")}
+    expected |= {"train/total_duration_avg_s", "train/total_duration_max_s"}
+    assert {key for key in metrics if key.startswith("train")} == expected
+    assert metrics["train/forward/duration_avg_s"] >= 0.01
+    parts = sum(metrics[f"train/{step}/duration_avg_s"] for step in ("forward", "backward", "tail"))
+    assert parts == pytest.approx(metrics["train/total_duration_avg_s"], abs=1e-6)
+
+
+def test_misuse_is_said_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with capture():
+        tracer = Tracer("t")
+        tracer.stop()
+        tracer.step("x")
+        tracer.start()
+        tracer.start()
+        other = threading.Thread(target=tracer.step, args=("stolen",))
+        other.start()
+        other.join()
+        tracer.stop()
+        tracer.stop()
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 4
+    assert "stop() without start()" in texts[0]
+
+
+def test_spans_nest_and_an_exception_passes_unchanged() -> None:
+    error = KeyError("gone")
+    with capture() as captured:
+        with pytest.raises(KeyError) as caught, span("outer"), span("inner", {"files": 3}):
+            raise error
+        assert caught.value is error
+        assert _tree(captured) == {"inner": "outer", "outer": ""}
+        inner = next(item for item in captured.spans if item.name == "inner")
+        assert (inner.error, inner.attributes["files"]) == ("'gone'", 3)
+
+
+def test_every_rank_s_span_of_a_step_shares_a_trace_and_steps_do_not() -> None:
+    with capture() as captured:
+        for step in range(2):
+            with otel_forge.step(step), span("work"):
+                pass
+        traces = {(item.attributes["step"], item.trace_id) for item in captured.spans}
+    assert len(traces) == 2
+
+
+def test_a_generator_is_current_only_while_it_runs() -> None:
+    """Two generators and a consumer's span are siblings; a consumer that stops early ends the span without an error."""
+
+    @trace("gen")
+    def items(name: str) -> Iterator[int]:
+        with span(f"inside {name}"):
+            yield 1
+        yield 2
+
+    with capture() as captured:
+        with span("caller"):
+            first, second = items("a"), items("b")
+            assert (next(first), next(second)) == (1, 1)
+            with span("consumer"):
+                pass
+            assert next(first) == 2
+            first.close()  # type: ignore[attr-defined]
+            second.close()  # type: ignore[attr-defined]
+        tree = _tree(captured)
+        errors = [item.error for item in captured.spans]
+    assert tree["consumer"] == "caller"
+    assert (tree["inside a"], tree["gen"]) == ("gen", "caller")
+    assert errors == [None] * len(errors)
+
+
+def test_a_generator_gives_and_takes_what_it_did_before() -> None:
+    @trace("echo")
+    def echo() -> Iterator[object]:
+        try:
+            got = yield 1
+            got = yield got
+        except ValueError as error:
+            got = yield error
+        return got
+
+    with capture():
+        running = echo()
+        assert next(running) == 1
+        assert running.send("a") == "a"  # type: ignore[attr-defined]
+        error = ValueError()
+        assert running.throw(error) is error  # type: ignore[attr-defined]
+        with pytest.raises(StopIteration) as done:
+            running.send("end")  # type: ignore[attr-defined]
+        assert done.value.value == "end"
+
+
+def test_coroutines_run_side_by_side_are_siblings() -> None:
+    @trace("task")
+    async def task() -> None:
+        await asyncio.sleep(0.01)
+        with span("part"):
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        with span("parent"):
+            await asyncio.gather(task(), task(), task())
+
+    with capture() as captured:
+        asyncio.run(main())
+        spans = captured.spans
+    parent = next(item for item in spans if item.name == "parent")
+    tasks = [item for item in spans if item.name == "task"]
+    assert {item.parent_id for item in tasks} == {parent.span_id}
+    assert {item.parent_id for item in spans if item.name == "part"} == {item.span_id for item in tasks}
+
+
+def test_an_async_generator_keeps_its_items_and_its_time() -> None:
+    @trace("ticks")
+    async def ticks() -> AsyncIterator[int]:
+        for number in range(3):
+            await asyncio.sleep(0.02)
+            yield number
+
+    async def main() -> list[int]:
+        return [item async for item in ticks()]
+
+    with capture() as captured:
+        assert asyncio.run(main()) == [0, 1, 2]
+        (only,) = captured.spans
+    assert only.duration_s >= 0.06
+    assert inspect.isasyncgenfunction(ticks)
+
+
+def test_cancellation_ends_the_span_and_marks_it() -> None:
+    @trace("slow")
+    async def slow() -> None:
+        await asyncio.sleep(10)
+
+    async def main() -> None:
+        task = asyncio.create_task(slow())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with capture() as captured:
+        asyncio.run(main())
+        (only,) = captured.spans
+    assert only.error == "CancelledError"
+
+
+def test_a_copied_context_carries_the_parent_into_a_thread() -> None:
+    def work() -> None:
+        with span("in thread"):
+            pass
+
+    with capture() as captured:
+        with span("caller"):
+            context = contextvars.copy_context()
+            thread = threading.Thread(target=context.run, args=(work,))
+            thread.start()
+            thread.join()
+        assert _tree(captured)["in thread"] == "caller"
+
+
+def test_context_travels_by_traceparent() -> None:
+    with capture() as captured:
+        otel_forge.flush(0, wait_s=5)
+        carrier: dict[str, str] = {}
+        with span("sender"):
+            otel_forge.inject(carrier)
+        with otel_forge.extract(carrier), span("receiver"):
+            pass
+        assert _tree(captured)["receiver"] == "sender"
+        with otel_forge.extract({"traceparent": "rubbish"}), span("alone"):
+            pass
+        assert _tree(captured)["alone"] == ""
+
+
+def test_off_means_that_nothing_happens() -> None:
+    with span("x"), trace("y", metrics_only=True):
+        pass
+    assert otel_forge.pipeline.spans == []
+
+
+# --- instrument ----------------------------------------------------------------------------------------------------------
+
+
+@instrument
+class Worker:
+    """A docstring."""
+
+    size = 3
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def run(self, x: int, *, y: int = 2) -> int:
+        """Of run."""
+        return self._helper(x) + y
+
+    def _helper(self, x: int) -> int:
+        return x
+
+    @staticmethod
+    def static(x: int) -> int:
+        return x
+
+    @classmethod
+    def make(cls) -> type:
+        return cls
+
+    @property
+    def costly(self) -> int:
+        raise RuntimeError("a property was run")
+
+    @no_instrument
+    def quiet(self) -> None: ...
+
+    async def wait(self) -> int:
+        return 1
+
+    @functools.lru_cache  # noqa: B019 - that it is left alone is tested
+    def cached(self) -> int:
+        return 5
+
+
+class Sub(Worker):
+    def run(self, x: int, *, y: int = 2) -> int:
+        return super().run(x, y=y) + 1
+
+
+def test_every_public_method_is_traced_by_the_running_class_s_name() -> None:
+    with capture() as captured:
+        assert Worker().run(1) == 3
+        assert Worker.static(4) == 4
+        assert Worker().static(x=5) == 5
+        assert Sub.make() is Sub
+        assert asyncio.run(Worker().wait()) == 1
+        Worker().quiet()
+        assert Sub().run(1) == 4
+        names = [item.name for item in captured.spans]
+    assert names == ["Worker/run", "Worker/static", "Worker/static", "Sub/make", "Worker/wait", "Sub/run"]
+
+
+def test_signature_docstring_kind_and_identity_stay() -> None:
+    assert str(inspect.signature(Worker.run)) == "(self, x: 'int', *, y: 'int' = 2) -> 'int'"
+    assert (Worker.run.__doc__, Worker.run.__qualname__) == ("Of run.", "Worker.run")
+    assert inspect.iscoroutinefunction(Worker.wait)
+    assert pickle.loads(pickle.dumps(Worker())).run(1) == 3
+    assert pickle.loads(pickle.dumps(Worker)) is Worker
+    assert Worker.cached.cache_info().hits == 0
+
+
+def test_twice_is_once_and_uninstrument_restores() -> None:
+    class Base:
+        def inherited(self) -> int:
+            return 1
+
+    class Thing(Base):
+        def own(self) -> int:
+            return 2
+
+    before = dict(vars(Thing))
+    assert instrument(instrument(Thing)) is Thing
+    with capture() as captured:
+        assert (Thing().own(), Thing().inherited(), Base().inherited()) == (2, 1, 1)
+        assert [item.name for item in captured.spans] == ["Thing/own", "Thing/inherited"]
+    uninstrument(Thing)
+    assert {name: value for name, value in vars(Thing).items() if not name.startswith("__")} == {
+        name: value for name, value in before.items() if not name.startswith("__")
+    }
+
+
+def test_include_exclude_and_private_names() -> None:
+    @instrument(include=["a*", "_special"], exclude="abort")
+    class Picky:
+        def apply(self) -> None: ...
+        def abort(self) -> None: ...
+        def other(self) -> None: ...
+        def _special(self) -> None: ...
+
+    with capture() as captured:
+        thing = Picky()
+        for method in (thing.apply, thing.abort, thing.other, thing._special):
+            method()
+        assert [item.name for item in captured.spans] == ["Picky/apply", "Picky/_special"]
+
+
+def test_dataclasses_slots_and_abstract_classes_keep_their_ways() -> None:
+    @instrument
+    @dataclasses.dataclass(slots=True)
+    class Point:
+        x: int
+
+        def double(self) -> int:
+            return self.x * 2
+
+    @instrument
+    class Shape(abc.ABC):
+        @abc.abstractmethod
+        def area(self) -> float: ...
+
+    with capture() as captured:
+        assert Point(2).double() == 4
+        with pytest.raises(TypeError):
+            Shape()  # type: ignore[abstract]
+        assert [item.name for item in captured.spans] == ["Point/double"]
+
+
+def test_what_cannot_be_traced_is_refused_clearly() -> None:
+    class Color(enum.Enum):
+        RED = 1
+
+    with pytest.raises(UsageError, match="enum"):
+        instrument(Color)
+    with pytest.raises(UsageError, match="expected a class or a function"):
+        instrument(3)
+
+
+def test_a_module_of_torch_keeps_its_state_and_compiles_its_hooks_once() -> None:
+    import torch
+
+    @instrument
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    hooked: list[int] = []
+    net = Net()
+    net.register_forward_hook(lambda *_: hooked.append(1))
+    with capture() as captured:
+        net(torch.ones(1, 2))
+        assert [item.name for item in captured.spans] == ["Net/forward"]
+    assert (hooked, list(net.state_dict())) == ([1], ["linear.weight", "linear.bias"])
