@@ -101,6 +101,8 @@ class Registry:
         self.known: dict[str, tuple[Reduction, Callable[[float], None]]] = {}
         """Key → (its first reduction, append): all that the hot path looks at. Empty while recording is bounded, streamed or off."""
         self.series: dict[tuple[str, Reduction], Series] = {}
+        self._first: dict[str, Series] = {}
+        """Key → the series of its first reduction, the one that the hot path serves."""
         self.strict = False
         self.off = False
         self.bounded = True
@@ -193,14 +195,13 @@ class Registry:
             found = self.series.get((key, reduction))
             if found is not None:
                 return found
-            others = [other for name, other in self.series if name == key]
-            series = Series(key, reduction)
-            self.series[key, reduction] = series
-            if not others:
+            series = self.series[key, reduction] = Series(key, reduction)
+            first = self._first.setdefault(key, series)
+            if first is series:
                 self._publish(series)
-        if others:
-            names = f"'{key}/{reduction.value}' and '{key}/{others[0].value}'"
-            text = f"{key!r} is recorded with {reduction} and with {others[0]}: they are kept apart, as {names}"
+        if first is not series:
+            names = f"'{key}/{reduction.value}' and '{key}/{first.reduction.value}'"
+            text = f"{key!r} is recorded with {reduction} and with {first.reduction}: they are kept apart, as {names}"
             self.problem(key, "conflict", text, ReductionConflict)
         return series
 
@@ -256,10 +257,7 @@ class Registry:
         with self._lock:
             self.off, self.bounded, self.stream = off, bounded, stream
             self.known.clear()
-            first: dict[str, Series] = {}
-            for series in self.series.values():
-                first.setdefault(series.key, series)
-            for series in first.values():
+            for series in self._first.values():
                 self._publish(series)
 
     def after_fork_in_child(self) -> None:
@@ -275,6 +273,7 @@ class Registry:
         with self._lock:
             self.known.clear()
             self.series.clear()
+            self._first.clear()
             self.problems.clear()
             self.dropped = 0
             self.off, self.bounded, self.stream, self.strict = False, True, None, False
