@@ -94,7 +94,8 @@ class HttpReceiver:
         asyncio.run(self._server.serve(sockets=[self._socket]))
 
     def start(self) -> None:
-        """Serve."""
+        """Serve; connections are taken when this returns."""
+        self._socket.listen(128)
         self._thread.start()
 
     def stop(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from otel_forge.config import WandbConfig
+from otel_forge.errors import ConfigError
 from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.rows import HistogramValue, Row
 from otel_forge_exporters.wandb_files import logged_rows
@@ -58,8 +59,10 @@ class WandbBackend:
         with _import_lock:
             os.environ.pop("WANDB_SERVICE", None)
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # else the user's OTLP headers travel to the W&B server
-            import wandb
-
+            try:
+                import wandb
+            except ImportError as error:
+                raise ConfigError([f"metric_logging.wandb: wandb is not installed ({error}): pip install 'otel-forge[wandb]'"]) from error
             self._wandb = wandb
         self._dir.mkdir(parents=True, exist_ok=True)
 
