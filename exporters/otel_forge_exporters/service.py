@@ -5,6 +5,7 @@ One thread stores and assembles; each backend has its own. The in-process shape 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -37,6 +38,7 @@ logger = logging.getLogger("otel_forge.exporter")
 TICK_S = 0.05
 PENDING_BYTES = 512 << 20
 """Payloads that wait to be stored; more are answered with "come again"."""
+MAX_ASIDE = 20
 STORE_TIMEOUT_S = 30.0
 """A payload that is not on disk by then is refused; if it is stored after all, its resend is recognized."""
 SILENT_S = 600.0
@@ -99,6 +101,7 @@ class Service:
         self._explicit = explicit
         self._work_dir = work_dir
         self._clock = clock
+        self._aside = state_dir / "undecodable" if state_dir else None
         self._spool = Spool(state_dir / "spool.sqlite" if state_dir else None)
         self._grace_s = 2 * config.collector.window_s + 1.0 if state_dir else 0.0
         self._assembler = Assembler(deadline_s=config.collector.row_deadline_s, horizon_s=config.collector.amend_horizon_s, grace_s=self._grace_s)
@@ -133,7 +136,7 @@ class Service:
         try:
             decoded = decode(body)
         except Exception:
-            self._counts["undecodable"] += 1
+            self._keep_aside(body)
             raise
         incoming = _Incoming(body, decoded)
         with self._lock:
@@ -143,6 +146,15 @@ class Service:
             raise Unavailable("storing takes too long")
         if incoming.failed:
             raise Unavailable(incoming.failed)
+
+    def _keep_aside(self, body: bytes) -> None:
+        """Bytes that are no OTLP: the first of them are kept for whoever wants to know what they were."""
+        number = self._counts["undecodable"] = self._counts["undecodable"] + 1
+        if self._aside is not None and number <= MAX_ASIDE:
+            with contextlib.suppress(OSError):
+                self._aside.mkdir(parents=True, exist_ok=True)
+                (self._aside / f"{time.time_ns()}.bin").write_bytes(body[:1_000_000])
+        self._complain("undecodable", "bytes that are no OTLP metrics were refused (the first %d are kept in %s)", MAX_ASIDE, self._aside)
 
     def accept_traces(self, body: bytes) -> None:
         """Pass spans on to where traces are kept; without such a place they are counted and left out."""

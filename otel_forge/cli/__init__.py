@@ -201,8 +201,9 @@ def status(config_path: Path | None, as_json: bool) -> None:
 @with_config
 @click.option("--shape", type=click.Choice(["auto", "direct", "collector"]), default="auto", show_default=True, help="With or without a Collector.")
 @click.option("--drain-timeout", default=60.0, show_default=True, help="Seconds to wait, after the command, for rows that are still on their way.")
+@with_json
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(config_path: Path | None, shape: Any, drain_timeout: float, command: tuple[str, ...]) -> None:
+def run(config_path: Path | None, shape: Any, drain_timeout: float, as_json: bool, command: tuple[str, ...]) -> None:
     """Run COMMAND with servers of its own, or with those of `otel-forge up`, and write all its rows before returning.
 
     Returns the command's exit code; 125 when it was not started. Example: otel-forge run -- torchrun --nproc_per_node 4 train.py
@@ -210,7 +211,7 @@ def run(config_path: Path | None, shape: Any, drain_timeout: float, command: tup
     from otel_forge.cli.running import Runner
 
     config, path = _load(config_path)
-    runner = Runner(config, path, say=say, drain_timeout_s=drain_timeout, shape=shape, exporter_stdout=None)
+    runner = Runner(config, path, say=say, drain_timeout_s=drain_timeout, shape=shape, exporter_stdout=subprocess.DEVNULL if as_json else None)
     try:
         finished = runner.run(command)
     finally:
@@ -218,6 +219,8 @@ def run(config_path: Path | None, shape: Any, drain_timeout: float, command: tup
     if not finished.drained:
         say(f"not all rows were written within {drain_timeout:.0f} s; what is left is in {finished.state_dir}")
     runner.remove_state(finished)
+    if as_json:  # the last line on stdout, behind whatever the command printed
+        click.echo(json.dumps({"exit_code": finished.exit_code, "run_id": finished.run_id, "drained": finished.drained}))
     raise SystemExit(finished.exit_code)
 
 
@@ -318,18 +321,19 @@ def collector_install(as_json: bool) -> None:
 @collector.command("config")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write the files into this folder instead of printing.")
 @click.argument("name", required=False, type=click.Choice(["single-node.yaml", "jaeger.yaml"]))
-def collector_config_command(out: Path | None, name: str | None) -> None:
+@with_json
+def collector_config_command(out: Path | None, name: str | None, as_json: bool) -> None:
     """Print or write the configuration files."""
     from otel_forge.cli.collector_config import FILES
 
-    for file_name in [name] if name else list(FILES):
-        text = FILES[file_name]()
-        if out is None:
-            click.echo(text)
-            continue
-        out.mkdir(parents=True, exist_ok=True)
+    texts = {file_name: FILES[file_name]() for file_name in ([name] if name else list(FILES))}
+    if out is None:
+        show(as_json, texts, "\n".join(texts.values()))
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    for file_name, text in texts.items():
         (out / file_name).write_text(text, encoding="utf-8")
-        click.echo(str(out / file_name))
+    show(as_json, {"files": [str(out / file_name) for file_name in texts]}, "\n".join(str(out / file_name) for file_name in texts))
 
 
 @collector.command("validate")

