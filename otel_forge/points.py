@@ -24,8 +24,7 @@ _DELTA = b"\x10\x01"
 _COUNT_MAX = (1 << 63) - 1
 
 
-def varint(value: int) -> bytes:
-    """An unsigned or (as OTLP's int64 wants it) a negative number in two's complement of 64 bits."""
+def _varint(value: int) -> bytes:
     value &= 0xFFFFFFFFFFFFFFFF
     out = bytearray()
     while value > 0x7F:
@@ -35,9 +34,18 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+_SMALL = [_varint(value) for value in range(1024)]
+
+
+def varint(value: int) -> bytes:
+    """An unsigned or (as OTLP's int64 wants it) a negative number in two's complement of 64 bits."""
+    return _SMALL[value] if 0 <= value < 1024 else _varint(value)
+
+
 def field(number: int, content: bytes) -> bytes:
-    """A length-delimited field."""
-    return varint(number << 3 | 2) + varint(len(content)) + content
+    """A length-delimited field; its number is at most 127."""
+    size = len(content)
+    return _SMALL[number << 3 | 2] + (_SMALL[size] if size < 1024 else _varint(size)) + content
 
 
 def any_value(value: AttributeValue) -> bytes:

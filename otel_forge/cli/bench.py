@@ -218,20 +218,20 @@ import json, sys, time
 import torch
 import otel_forge
 from otel_forge import Reduce, record_metric
-steps, block, size = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+steps, block, size, products = (int(argument) for argument in sys.argv[1:])
 torch.set_num_threads(1)
 a = torch.randn(size, size)
 otel_forge.init()
 times = {True: [], False: []}
-cpu = {True: 0.0, False: 0.0}
+cpu = {True: [], False: []}
 step = 0
 for number in range(steps // block):
     on = number % 2 == 0
     began = time.process_time()
     for _ in range(block):
         started = time.perf_counter()
-        for _ in range(4):
-            a = torch.tanh(a @ a / size)
+        for _ in range(products):
+            torch.tanh(a @ a)
         if on:
             for key in range(10):
                 for _ in range(20):
@@ -239,27 +239,27 @@ for number in range(steps // block):
             otel_forge.flush(step)
             step += 1
         times[on].append(time.perf_counter() - started)
-    cpu[on] += time.process_time() - began
+    cpu[on].append((time.process_time() - began) / block)
 otel_forge.shutdown()
 print(json.dumps({"on": times[True], "off": times[False], "cpu_on": cpu[True], "cpu_off": cpu[False]}))
 """
 
 
-def _stepping(ranks: int, steps: int, size: int, say: Say) -> list[dict[str, Any]]:
+def _stepping(ranks: int, steps: int, size: int, products: int, say: Say) -> list[dict[str, Any]]:
     """What each rank measured, with a real Collector and exporter beside."""
     with tempfile.TemporaryDirectory() as folder, _stack(Path(folder), say) as (_, servers):
         environ = {
             **os.environ, "OTEL_FORGE_ENDPOINT": servers.otlp_http, "OTEL_FORGE_SHAPE": servers.shape, "OTEL_FORGE_STATE_DIR": folder,
             "OTEL_FORGE_RUN_ID": "bench", "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [sys.executable, "-c", _STEP_LOOP, str(steps), "10", str(size)]
+        command = [sys.executable, "-c", _STEP_LOOP, str(steps), "10", str(size), str(products)]
         processes = [subprocess.Popen(command, env=environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True) for rank in range(ranks)]
         return [json.loads(process.communicate(timeout=300)[0]) for process in processes]
 
 
 def slowdown(say: Say) -> list[Result]:
     """Steps of 20 ms and more of one rank, blocks of ten with and without telemetry in turn: median of each, and of the blocks' differences."""
-    (found,) = _stepping(1, 800, 1000, say)
+    (found,) = _stepping(1, 1200, 1000, 2, say)
     with_median, without = statistics.median(found["on"]), statistics.median(found["off"])
     result = _result("step with 200 records and a flush", with_median * 1000, "ms", "the same step without", without * 1000, "≤ 5 % slower")
     pairs = [
@@ -280,10 +280,9 @@ def cpu(say: Say) -> list[Result]:
     """CPU time that telemetry adds to the rank's own process, all its threads, per step; one rank and four."""
     results = []
     for ranks in (1, 4):
-        steps = 400
-        found = _stepping(ranks, steps, 400, say)
-        extra = statistics.median((item["cpu_on"] - item["cpu_off"]) / (steps / 2) for item in found)
-        without = statistics.median(item["cpu_off"] / (steps / 2) for item in found)
+        found = _stepping(ranks, 800, 300, 2, say)
+        without = statistics.median(statistics.median(item["cpu_off"]) for item in found)
+        extra = statistics.median(statistics.median(item["cpu_on"]) - statistics.median(item["cpu_off"]) for item in found)
         results.append(
             _result(
                 f"extra CPU of a rank per step, {ranks} rank{'s' if ranks > 1 else ''}",
