@@ -64,6 +64,7 @@ class Pipeline:
         self._opened_unix_nano = time.time_ns()
         self._run_info_sent: dict[str, Any] | None = None
         self._stream_sequence = 0
+        self._flushes = 0
         self._lock = threading.Lock()
         self._streaming: list[Any] | None = [] if self._wants_streams() else None
         self._worker: Worker = Worker(identify=self._identify, spans=spans, stream=self._streaming, encode_spans=encode)
@@ -197,6 +198,7 @@ class Pipeline:
         with self._lock:
             trace_step = self.steps.opening
             occurrence = self.steps.seal(step)
+            self._flushes += 1
             taken = metrics.registry().drain()
             start, end = self._opened_unix_nano, time.time_ns()
             self._opened_unix_nano = end
@@ -239,7 +241,7 @@ class Pipeline:
         if self._worker.identified is not None or self.steps.last_flushed is not None or spans:
             self._worker.wait_idle(timeout_s)
             code = exit_code if exit_code is not None else self.exit_code
-            self._worker.control(wire.PACKET_LAST, {"exit_code": 0 if code is None else code})
+            self._worker.control(wire.PACKET_LAST, {"exit_code": 0 if code is None else code, "flushes": self._flushes})
         self._worker.stop(max(0.1, deadline - time.monotonic()))
         identified = self._worker.identified
         if identified is None:

@@ -64,6 +64,10 @@ class _Group:
     missed: dict[MemberId, int] = field(default_factory=dict)
     given_up: set[MemberId] = field(default_factory=set)
     left_at: dict[MemberId, float] = field(default_factory=dict)
+    rows_of: dict[MemberId, int] = field(default_factory=dict)
+    """In how many rows a member was heard of."""
+    flushed: dict[MemberId, int] = field(default_factory=dict)
+    """How often a member says it has flushed; known when it is done."""
     nonces: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
@@ -130,6 +134,8 @@ class Assembler:
             return
         members = frozenset(unit.members)
         for member in members:
+            if member not in state.parts_of:
+                group.rows_of[member] = group.rows_of.get(member, 0) + 1
             state.parts_of[member] = unit.parts
             if member in group.given_up:
                 group.given_up.discard(member)
@@ -153,6 +159,9 @@ class Assembler:
                 )  # fmt: skip
         elif control.kind == wire.PACKET_LAST:
             group.left_at[member] = now + self._grace_s
+            flushes = control.body.get("flushes")
+            if isinstance(flushes, int):
+                group.flushed[member] = flushes
 
     # --- what is due -----------------------------------------------------------------------------------------------
 
@@ -274,6 +283,14 @@ class Assembler:
         while len(self._closed) > REMEMBERED_ROWS:
             del self._closed[next(iter(self._closed))]
         return done
+
+    def everything_came(self) -> bool | None:
+        """Whether every member has said that it is done and all that it flushed is here; None when some member has not said so."""
+        expected = [member_id(replica, rank) for group in self._groups.values() for replica, world in group.worlds.items() for rank in range(world)]
+        said = sum(len(group.flushed) for group in self._groups.values())
+        if not expected or said < len(expected):
+            return None
+        return all(group.rows_of.get(member, 0) >= flushes for group in self._groups.values() for member, flushes in group.flushed.items())
 
     def waiting(self) -> int:
         """Rows that were not written in any version yet."""

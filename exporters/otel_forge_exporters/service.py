@@ -121,6 +121,8 @@ class Service:
         self._idle = threading.Condition()
         self._last_payload = self._clock()
         self._busy = False
+        self._recovered = False
+        """Whether an earlier process took a part of the payloads, so that those of this one are not all."""
         self._stopped = False
         self._recheck_up_to = max((row.seq for row in self._spool.last_revisions()), default=0)
         self._thread = threading.Thread(target=self._loop, name="otel-forge-assemble", daemon=True)
@@ -132,6 +134,7 @@ class Service:
         if self._stopped:
             raise Unavailable("the exporter is stopping")
         if self._pending_bytes > PENDING_BYTES or self._spool.is_full:
+            self._last_payload = self._clock()
             raise Unavailable("the exporter has too much to do" if not self._spool.is_full else "the exporter's spool is full")
         try:
             decoded = decode(body)
@@ -145,6 +148,7 @@ class Service:
         if not incoming.stored.wait(STORE_TIMEOUT_S):
             raise Unavailable("storing takes too long")
         if incoming.failed:
+            self._last_payload = self._clock()  # the sender comes again: it is not quiet
             raise Unavailable(incoming.failed)
 
     def _keep_aside(self, body: bytes) -> None:
@@ -176,7 +180,8 @@ class Service:
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that was received is in rows and every backend has them.
 
-        Values may still be under way in a Collector: as long as a member has not said that it is done, a quiet time of two windows is waited for.
+        Values may still be under way in a Collector: all that the members say they flushed is waited for; where one has not said so (it was
+        killed, or this exporter was restarted), a quiet time of two windows.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -187,8 +192,12 @@ class Service:
         return self._is_drained()
 
     def _is_drained(self) -> bool:
-        quiet = self._clock() - self._last_payload >= self._grace_s
-        return quiet and not self._busy and self._incoming.empty() and not self._assembler.waiting() and not self._backlog()
+        if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._backlog():
+            return False
+        everything_came = None if self._recovered else self._assembler.everything_came()
+        if everything_came is not None:
+            return everything_came
+        return self._clock() - self._last_payload >= self._grace_s
 
     def _backlog(self) -> int:
         return sum(outbox.backlog() for run in list(self._runs.values()) for outbox in run.outboxes)
@@ -249,6 +258,7 @@ class Service:
             self._apply(payload_id, decode(payload), now)
         for run_id in self._spool.run_ids():
             self._run(run_id)
+        self._recovered = bool(payloads or self._spool.run_ids())
         if payloads:
             logger.info("%d stored payloads of an earlier process were taken up", len(payloads))
 

@@ -127,12 +127,19 @@ def _as_data(servers: Any) -> dict[str, Any]:
 @with_json
 def up(config_path: Path | None, shape: Any, no_jaeger: bool, as_json: bool) -> None:
     """Start Collector, Jaeger and exporter in the background; training on this host finds them by itself."""
-    from otel_forge import discovery
-    from otel_forge.cli.servers import Stack, end_process
+    from otel_forge.cli.binaries import only_one
     from otel_forge.config import state_dir
 
     config, path = _load(config_path)
     home = state_dir(config)
+    with only_one(home / "up.lock", say):
+        _up(home, config, path, shape, no_jaeger, as_json)
+
+
+def _up(home: Path, config: Any, path: Path | None, shape: Any, no_jaeger: bool, as_json: bool) -> None:
+    from otel_forge import discovery
+    from otel_forge.cli.servers import Stack, end_process
+
     known = discovery.read(home)
     if known is not None and known.are_alive():
         show(as_json, _as_data(known) | {"started": False}, "already running: " + _describe(known))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from otel_forge.config import ENV_COLLECTOR_BIN, ENV_JAEGER_BIN
-from otel_forge.errors import BinaryNotFound
+from otel_forge.errors import BinaryNotFound, StateError
 
 CONNECT_TIMEOUT_S = 4.0
 BUILD_TIMEOUT_S = 3600.0
@@ -125,7 +125,7 @@ def install(binary: Binary, say: Say) -> Path:
         raise BinaryNotFound(
             f"{target.parent} cannot be made: {error.strerror}. Set XDG_CACHE_HOME, or {binary.env} to a program of yours"
         ) from error
-    with _only_one(target.parent / "lock", say):
+    with only_one(target.parent / "lock", say):
         if os.access(target, os.X_OK):
             return target
         problems = []
@@ -144,12 +144,18 @@ def install(binary: Binary, say: Say) -> Path:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path, say: Say) -> Iterator[None]:
-    with path.open("w") as lock:
+def only_one(path: Path, say: Say) -> Iterator[None]:
+    """Hold a lock file for the block; who comes second waits, and says so. Raises StateError when the file cannot be made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        opened = path.open("w")
+    except OSError as error:
+        raise StateError(f"{path} cannot be written ({error.strerror}); name another directory with OTEL_FORGE_STATE_DIR") from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process is installing {path.parent.name}: waiting for it")
+            say(f"another process holds {path}: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -89,6 +89,7 @@ class Runner:
             servers = stack.start(self._shape)
             with self._watched(stack):
                 code = self._execute(command, rank_environment(servers, home, self.run_id, self._config_path))
+            stack.restart_dead()  # a queue of a server that is gone would be left behind
             self._replay(servers, home)
             drained = drain(servers, self._drain_timeout_s, code)
             return Finished(code, self.run_id, drained, servers, home)

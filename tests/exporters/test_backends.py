@@ -136,5 +136,19 @@ def test_per_rank_and_stream_rows_come_beside_the_global_ones(tmp_path: Path) ->
     ]
 
 
+def test_drained_means_that_all_that_the_ranks_say_they_flushed_is_here(tmp_path: Path) -> None:
+    """One of two flushes is still under way (in a Collector, say): not drained, however quiet it is; then it comes."""
+    config = load_config({"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}})
+    service = Service(config, state_dir=None, work_dir=tmp_path)
+    service.start()
+    ranks = Ranks(1)
+    for payload in (ranks.control(0, "hello", {}), ranks.send(0, 0, mean(1.0)), ranks.control(0, "last", {"exit_code": 0, "flushes": 2})):
+        service.accept_metrics(payload)
+    assert not service.drain(0.5)
+    service.accept_metrics(ranks.send(0, 1, mean(1.0)))
+    assert service.drain(10)
+    service.stop(5.0, 0)
+
+
 def test_the_default_options_show_every_key() -> None:
     assert BackendConfig().include == ("*",)

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,18 @@ def test_up_down_and_status_say_what_runs(cli: Cli, config_path: Path) -> None:
         stopped = cli("down", "--json")
     assert sorted(json.loads(stopped.stdout)["stopped"]) == ["collector", "exporter"]
     assert cli("status").returncode == 3
+
+
+def test_two_ups_at_once_start_one_set_of_servers(cli: Cli, config_path: Path) -> None:
+    with futures.ThreadPoolExecutor(2) as pool:
+        results = [done.result() for done in [pool.submit(cli, "up", "--config", str(config_path), "--no-jaeger", "--json") for _ in range(2)]]
+    try:
+        assert [done.returncode for done in results] == [0, 0], [done.stderr for done in results]
+        told = [json.loads(done.stdout) for done in results]
+        assert sorted(item["started"] for item in told) == [False, True]
+        assert told[0]["processes"] == told[1]["processes"]
+    finally:
+        cli("down")
 
 
 @pytest.mark.parametrize(
