@@ -109,6 +109,8 @@ class Registry:
         """True while nothing drains: before `init`, so that a program that never calls it does not fill its memory."""
         self.stream: Callable[[str, float], None] | None = None
         """Called with each key and value while a backend wants every record."""
+        self.first_record: Callable[[], None] | None = None
+        """Called by the next record: how a child process starts what takes its values to its parent."""
         self.dropped = 0
         self.problems: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
@@ -121,7 +123,9 @@ class Registry:
         if self.off:
             return
         try:
-            series = self.series.get((key, reduction)) or self._register(key, reduction)
+            if self.first_record is not None:
+                self.first_record()
+            series = self.series_of(key, reduction)
             if series is None:
                 self.dropped += 1
                 return
@@ -177,6 +181,10 @@ class Registry:
             self.problem(series.key, "weight", f"{series.key!r}: weight must be a number ≥ 0, got {weight!r}", InvalidValueError)
             return None
         return number
+
+    def series_of(self, key: str, reduction: Reduction) -> Series | None:
+        """The series of a key and reduction, made if it is new; None when there can be none of that name."""
+        return self.series.get((key, reduction)) or self._register(key, reduction)
 
     def _register(self, key: str, reduction: Reduction) -> Series | None:
         if not isinstance(key, str) or not key.strip():
@@ -276,6 +284,7 @@ class Registry:
             self._first.clear()
             self.problems.clear()
             self.dropped = 0
+            self.first_record = None
             self.off, self.bounded, self.stream, self.strict = False, True, None, False
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from otel_forge import metrics, wire
 from otel_forge.errors import InvalidValueError
 from otel_forge.modes import LoggingMode
+from otel_forge.relay import ENV_RELAY, RelayServer, arm
 from otel_forge.steps import StepTracker
 
 if TYPE_CHECKING:
@@ -69,6 +70,17 @@ class Pipeline:
         self._streaming: list[Any] | None = [] if self._wants_streams() else None
         self._worker: Worker = Worker(identify=self._identify, spans=spans, stream=self._streaming, encode_spans=encode)
         self._worker.start()
+        self._relay = self._listen()
+
+    def _listen(self) -> RelayServer | None:
+        """Let child processes send what they record."""
+        try:
+            relay = RelayServer(metrics.registry())
+        except OSError as error:
+            logger.warning("what child processes record is not relayed: %s", error)
+            return None
+        os.environ[ENV_RELAY] = relay.path
+        return relay
 
     def _wants_streams(self) -> bool:
         """Decided at init, before the rank is known: by the configuration, the environment or a living `up`."""
@@ -236,6 +248,9 @@ class Pipeline:
         from otel_forge.delivery import DeliveryReport
 
         deadline = time.monotonic() + timeout_s
+        if self._relay is not None:
+            self._relay.close()
+            os.environ.pop(ENV_RELAY, None)
         if any(series.values or series.weighted or series.deferred for series in metrics.registry().series.values()):
             self.flush(self.steps.opening, None)
         if self._worker.identified is not None or self.steps.last_flushed is not None or spans:
@@ -249,7 +264,10 @@ class Pipeline:
         return identified.sender.shutdown(max(0.1, deadline - time.monotonic()))
 
     def after_fork_in_child(self) -> None:
-        """Leave the parent's data to the parent."""
+        """Leave the parent's data to the parent; what the child records is relayed to it."""
+        if self._relay is not None:
+            self._relay.close()
+            arm(metrics.registry(), self._relay.path)
         if self._worker.identified is not None:
             self._worker.identified.sender.after_fork_in_child()
 
@@ -282,6 +300,10 @@ _hooked = False
 _early_steps = StepTracker()
 """The step before `init` and while telemetry is off: `get_step` works all the same."""
 _previous_excepthook: Any = None
+
+
+if os.environ.get(ENV_RELAY):
+    arm(metrics.registry(), os.environ[ENV_RELAY])  # a spawned child of a member; `init` makes it a member of its own
 
 
 def current() -> Pipeline | None:
@@ -326,6 +348,7 @@ def init(
             pipeline.steps.set(_early_steps.opening)
         registry = metrics.registry()
         registry.strict = strict
+        registry.first_record = None
         registry.set_mode(off=False, bounded=False, stream=pipeline.stream if pipeline._streaming is not None else None)
         _pipeline = pipeline
         _install_hooks()

@@ -166,6 +166,8 @@ class Outbox:
         if config.include == ("*",) and not config.exclude and not config.rename:
             return row
         metrics = {config.rename.get(key, key): value for key, value in row.metrics.items() if shown(key, config.include, config.exclude)}
+        if row.sequence is not None and not metrics:
+            return None
         nonfinite = {config.rename.get(key, key): count for key, count in row.nonfinite.items() if shown(key, config.include, config.exclude)}
         return dataclasses.replace(row, metrics=metrics, nonfinite=nonfinite)
 
