@@ -43,6 +43,10 @@ spans: list[Any] = []
 """Finished spans; tracing appends, the sending thread takes from the front. Each is one list operation, so no lock is needed."""
 
 
+recording_spans = False
+"""Whether spans go anywhere: between `init` and `shutdown`, unless tracing is disabled. What every scope asks first."""
+
+
 class Pipeline:
     """From the first flush on: one member's way from records to its sender."""
 
@@ -57,8 +61,6 @@ class Pipeline:
         self.facts = process_facts()
         self.run_config: dict[str, Any] = dict(given["run_config"] or {})
         self.exit_code: int | None = None
-        self.tracing = config.tracing.enabled
-        """Whether spans are recorded."""
         self._explicit = explicit
         self._destination: Destination | None = None
         self._member: Member | None = None
@@ -331,7 +333,7 @@ def init(
     values out of the global rows (a tensor-parallel copy). `sender` takes the packets instead of a server. Raises ConfigError; after that, nothing
     raises unless `strict`.
     """
-    global _pipeline
+    global _pipeline, recording_spans
     from otel_forge.config import is_disabled, load_config
 
     if is_disabled():
@@ -351,6 +353,7 @@ def init(
         registry.first_record = None
         registry.set_mode(off=False, bounded=False, stream=pipeline.stream if pipeline._streaming is not None else None)
         _pipeline = pipeline
+        recording_spans = pipeline.config.tracing.enabled
         _install_hooks()
 
 
@@ -384,8 +387,9 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 def _after_fork_in_child() -> None:
     """A child owns none of the parent's data and has none of its threads."""
-    global _pipeline, _init_lock
+    global _pipeline, _init_lock, recording_spans
     pipeline, _pipeline = _pipeline, None
+    recording_spans = False
     _init_lock = threading.Lock()
     spans.clear()
     metrics.registry().after_fork_in_child()
@@ -443,11 +447,12 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
 
     `exit_code` is the run's; by default 0, or 1 after an uncaught exception. Runs by itself when the program ends.
     """
-    global _pipeline
+    global _pipeline, recording_spans
     from otel_forge.delivery import DeliveryReport
 
     with _init_lock:
         pipeline, _pipeline = _pipeline, None
+        recording_spans = False
     if pipeline is None:
         return DeliveryReport(delivered=0, spilled=0, dropped=0)
     try:

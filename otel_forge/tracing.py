@@ -36,6 +36,7 @@ _new_id = random.Random(os.urandom(16)).getrandbits
 _parent: contextvars.ContextVar[int] = contextvars.ContextVar("otel_forge_parent", default=0)
 """The span id that a new scope hangs under; 0: the step's root."""
 _said: set[str] = set()
+MAX_KEPT_KEYS = 10_000
 
 
 def _reseed() -> None:
@@ -55,12 +56,6 @@ def _warn_once(kind: str, text: str) -> None:
 def reset_warnings() -> None:
     """Forget what was said, for tests."""
     _said.clear()
-
-
-def is_recording() -> bool:
-    """Whether spans go anywhere."""
-    current = pipeline.current()
-    return current is not None and current.tracing
 
 
 def current_span_id() -> int:
@@ -97,7 +92,7 @@ class span:
         self._token: contextvars.Token[int] | None = None
 
     def __enter__(self) -> span:
-        if is_recording():
+        if pipeline.recording_spans:
             self._step = pipeline.get_step()
             self._id = _new_id(63) + 1
             self._token = _parent.set(self._id)
@@ -203,7 +198,7 @@ class Tracer:
         self._owner = threading.get_ident()
         self._step = pipeline.get_step()
         self._id = _new_id(63) + 1
-        self._token = _parent.set(self._id) if self._spans and is_recording() else None
+        self._token = _parent.set(self._id) if self._spans and pipeline.recording_spans else None
         self._start = self._mark = _clock()
 
     def step(self, name: str) -> None:
@@ -249,14 +244,29 @@ class Tracer:
             self._record(start, end)
 
     def _record(self, start: int, end: int) -> None:
-        prefix = self._prefix
+        prefix = self._prefix or "trace"
         for name, began, ended in self._phases:
+            average, longest = _keys.get((prefix, name)) or _make_keys(prefix, name)
             seconds = (ended - began) / 1e9
-            record_metric(f"{prefix}/{name}/duration_avg_s", seconds)
-            record_metric(f"{prefix}/{name}/duration_max_s", seconds, Reduce.MAX)
+            record_metric(average, seconds)
+            record_metric(longest, seconds, Reduce.MAX)
+        average, longest = _keys.get((prefix, None)) or _make_keys(prefix, None)
         total = (end - start) / 1e9
-        record_metric(f"{prefix}/total_duration_avg_s", total)
-        record_metric(f"{prefix}/total_duration_max_s", total, Reduce.MAX)
+        record_metric(average, total)
+        record_metric(longest, total, Reduce.MAX)
+
+
+_keys: dict[tuple[str, str | None], tuple[str, str]] = {}
+"""(prefix, step; None for the whole) → the two metrics' names: made once, because formatting them costs more than recording."""
+
+
+def _make_keys(prefix: str, name: str | None) -> tuple[str, str]:
+    stem = f"{prefix}/total" if name is None else f"{prefix}/{name}/"
+    stem += "_" if name is None else ""
+    keys = (f"{stem}duration_avg_s", f"{stem}duration_max_s")
+    if len(_keys) < MAX_KEPT_KEYS:
+        _keys[prefix, name] = keys
+    return keys
 
 
 class trace:

@@ -42,6 +42,8 @@ USUAL_PORTS = {
     "jaeger_health": 13134,
     files.ENV_TELEMETRY_PORT: 8888,
 }
+COLLECTOR_MEMORY = "1GiB"
+"""Above it the Collector's garbage collector works harder. A burst of 350,000 points took 2 GiB without a limit, and 2.6 × the CPU at 400 MiB."""
 Say = Callable[[str], None]
 Shape = Literal["auto", "direct", "collector"]
 _direct_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -139,6 +141,7 @@ class Stack:
             files.ENV_COLLECTOR_STATE: str(self.state_dir / "collector"),
             files.ENV_WINDOW: f"{int(self.config.collector.window_s * 1000)}ms",
             files.ENV_TELEMETRY_PORT: str(self.ports[files.ENV_TELEMETRY_PORT]),
+            "GOMEMLIMIT": os.environ.get("GOMEMLIMIT", COLLECTOR_MEMORY),
         }
         self._spawn("collector", [str(program), "--config", str(path)], environ)
 
