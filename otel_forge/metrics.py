@@ -199,14 +199,11 @@ class Registry:
                 key, "reduction", f"{key!r}: reduction must be one of {known} or Reduce.HISTOGRAM(bounds), got {reduction!r}", InvalidValueError
             )
             return None
-        with self._lock:
-            found = self.series.get((key, reduction))
-            if found is not None:
-                return found
-            series = self.series[key, reduction] = Series(key, reduction)
-            first = self._first.setdefault(key, series)
-            if first is series:
-                self._publish(series)
+        # without a lock, because torch.compile cannot trace one: each setdefault is atomic, so a series is made once
+        series = self.series.setdefault((key, reduction), Series(key, reduction))
+        first = self._first.setdefault(key, series)
+        if first is series:
+            self._publish(series)
         if first is not series:
             names = f"'{key}/{reduction.value}' and '{key}/{first.reduction.value}'"
             text = f"{key!r} is recorded with {reduction} and with {first.reduction}: they are kept apart, as {names}"
@@ -215,8 +212,13 @@ class Registry:
 
     def _publish(self, series: Series) -> None:
         """Let the hot path append to the series itself, if nothing else has to happen at a record."""
-        if not (self.bounded or self.off or self.stream is not None or series.reduction is Reduce.COUNT):
+        if self._is_plain() and series.reduction is not Reduce.COUNT:
             self.known[series.key] = (series.reduction, series.values.append)
+            if not self._is_plain():  # `set_mode` came between, from another thread
+                self.known.pop(series.key, None)
+
+    def _is_plain(self) -> bool:
+        return not (self.bounded or self.off or self.stream is not None)
 
     def _number(self, key: str, value: Any) -> Any:
         """A float, a list of floats, a device scalar to be read later, or None for what is not a number."""

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -45,6 +45,21 @@ spans: list[Any] = []
 
 recording_spans = False
 """Whether spans go anywhere: between `init` and `shutdown`, unless tracing is disabled. What every scope asks first."""
+
+
+def _never() -> bool:
+    return False
+
+
+is_compiling: Callable[[], bool] = _never
+"""torch.compiler.is_compiling once torch is there: a scope inside a compiled region stands back, so that the graph does not break on it."""
+
+
+def _watch_compiling() -> None:
+    global is_compiling
+    torch = sys.modules.get("torch")
+    if is_compiling is _never and torch is not None and hasattr(torch, "compiler"):
+        is_compiling = torch.compiler.is_compiling
 
 
 class Pipeline:
@@ -209,6 +224,7 @@ class Pipeline:
         from otel_forge.packets import Sealed
 
         self.member()
+        _watch_compiling()
         with self._lock:
             trace_step = self.steps.opening
             occurrence = self.steps.seal(step)
@@ -354,6 +370,7 @@ def init(
         registry.set_mode(off=False, bounded=False, stream=pipeline.stream if pipeline._streaming is not None else None)
         _pipeline = pipeline
         recording_spans = pipeline.config.tracing.enabled
+        _watch_compiling()
         _install_hooks()
 
 

@@ -92,7 +92,7 @@ class span:
         self._token: contextvars.Token[int] | None = None
 
     def __enter__(self) -> span:
-        if pipeline.recording_spans:
+        if pipeline.recording_spans and not pipeline.is_compiling():
             self._step = pipeline.get_step()
             self._id = _new_id(63) + 1
             self._token = _parent.set(self._id)
@@ -293,12 +293,16 @@ class trace:
         }  # fmt: skip
 
     def __enter__(self) -> Tracer:
+        if pipeline.is_compiling():
+            self._tracer = Tracer(self._prefix or "compiled", **self._options)
+            return self._tracer
         self._tracer = Tracer(self._prefix if self._prefix is not None else _caller_prefix(sys._getframe(1)), **self._options)
         self._tracer._begin()
         return self._tracer
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._tracer._end(None, _failure(error))
+        if self._tracer._start is not None:
+            self._tracer._end(None, _failure(error))
 
     def __call__(self, function: F) -> F:
         """Decorate a function."""
@@ -340,6 +344,8 @@ def _decorate(function: F, make: Callable[[tuple[Any, ...]], Any]) -> F:
     else:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if pipeline.is_compiling():
+                return function(*args, **kwargs)
             with make(args):
                 return function(*args, **kwargs)
 

@@ -294,7 +294,9 @@ def replay(run_id: str | None, endpoint: str | None, timeout: float, config_path
 
 
 @main.command()
-@click.argument("names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "exit", "slowdown", "cpu", "latency"]))
+@click.argument(
+    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency"])
+)
 @with_json
 def bench(names: tuple[str, ...], as_json: bool) -> None:
     """Measure what telemetry costs, each figure beside a baseline of the same run. Without NAMES: all of them (about two minutes)."""

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import otel_forge
-from otel_forge import metrics, pipeline, record_metric
+from otel_forge import Reduce, metrics, pipeline, record_metric
 from otel_forge.cli.servers import Say, Stack
 from otel_forge.config import load_config
 
@@ -188,6 +188,66 @@ def spans() -> list[Result]:
         {**_result('with span("x")', cost, "ns", "SDK span", sdk, "≤ 4000 ns, ≥ 6 × cheaper"), "ratio": round(sdk / cost, 1)},
         _result("trace, metrics only", metric_cost, "ns", "span", cost, "≤ 1500 ns"),
         _result("span while tracing is off", off, "ns", "span", cost, "≤ 100 ns"),
+    ]
+
+
+def threads() -> list[Result]:
+    """Eight threads that record 1,000,000 values each while another takes them: each once."""
+    with _recording():
+        record_metric("n", 0.0, Reduce.SUM)
+
+        def million() -> None:
+            for _ in range(1_000_000):
+                record_metric("n", 1.0, Reduce.SUM)
+
+        workers = [threading.Thread(target=million) for _ in range(8)]
+        for worker in workers:
+            worker.start()
+        total = 0.0
+        while any(worker.is_alive() for worker in workers):
+            total += sum(sum(taken.values) for taken in metrics.registry().drain())
+            time.sleep(0.001)
+        total += sum(sum(taken.values) for taken in metrics.registry().drain())
+    return [_result("values of 8 threads, drained meanwhile", total, "values", "recorded", 8e6, "each once")]
+
+
+_FORKS = """
+import os, sys, time
+import otel_forge
+from otel_forge import Reduce, record_metric
+otel_forge.init({"collector": {"shape": "inprocess"}, "metric_logging": {"jsonl": {"path": "rows.jsonl"}}})
+hung = 0
+for step in range(int(sys.argv[1])):
+    record_metric("n", 1.0, Reduce.SUM)
+    child = os.fork()
+    if child == 0:
+        record_metric("n", 1000.0, Reduce.SUM)
+        os._exit(0)
+    otel_forge.flush(step)
+    deadline = time.monotonic() + 10
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            hung += 1
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            break
+        time.sleep(0.0002)
+otel_forge.shutdown(timeout_s=60.0)
+print(hung)
+"""
+
+
+def forks() -> list[Result]:
+    """2,000 forks while recording and flushing: none hangs, and nothing of the parent's is there twice."""
+    count = 2000
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, "OTEL_FORGE_STATE_DIR": folder}
+        done = subprocess.run([sys.executable, "-c", _FORKS, str(count)], cwd=folder, env=environ, capture_output=True, text=True, check=True)
+        rows = [json.loads(line) for line in (Path(folder) / "rows.jsonl").read_text().splitlines()]
+    right = sum(row["metrics"]["n"] == 1.0 for row in rows)
+    return [
+        _result("hung children of 2,000 forks", float(done.stdout), "children", "forks", count, "0"),
+        _result("steps with each value once", right, "steps", "steps", count, "all"),
     ]
 
 
@@ -400,7 +460,8 @@ def _result(what: str, value: float, unit: str, baseline: str, baseline_value: f
 def run_benchmarks(names: Sequence[str], say: Say) -> list[Result]:
     """The results of the named benchmarks, or of all."""
     every: dict[str, Callable[[], list[Result]]] = {
-        "record": record, "flush": flush, "memory": memory, "spans": spans, "exit": exit_,
+        "record": record, "flush": flush, "memory": memory, "spans": spans, "threads": threads, "forks": forks,
+        "exit": exit_,
         "slowdown": lambda: slowdown(say), "cpu": lambda: cpu(say), "latency": lambda: latency(say),
     }  # fmt: skip
     results = []
