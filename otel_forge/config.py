@@ -121,6 +121,8 @@ BACKENDS: dict[str, type[BackendConfig]] = {
     "tensorboard": TensorboardConfig,
 }
 """The backends that come with otel-forge, by the name they have in `metric_logging`."""
+DEFAULT_BACKENDS: dict[str, BackendConfig] = {"jsonl": JsonlConfig(), "console": ConsoleConfig(every=10, exclude=("*duration*", "forge/*"))}
+"""Without `metric_logging`: everything in a file, and every tenth step's main values at the terminal."""
 
 
 class TracingConfig(_Model):
@@ -311,7 +313,7 @@ def _parse(raw: object, source: str | None) -> ForgeConfig:
     if problems or config is None:
         raise ConfigError(problems, source)
     if not config.metric_logging:
-        config = config.model_copy(update={"metric_logging": {"jsonl": JsonlConfig(), "console": ConsoleConfig()}})
+        config = config.model_copy(update={"metric_logging": dict(DEFAULT_BACKENDS)})
     return config
 
 
