@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from otel_forge.discovery import boot_id, start_ticks
+
 logger = logging.getLogger("otel_forge")
 
 AGREE_TIMEOUT_S = 30.0
@@ -62,7 +64,7 @@ def process_facts() -> ProcessFacts:
 
 def process_start_unix(pid: int) -> float | None:
     """Unix seconds when a process started, to 10 ms; None where /proc does not tell."""
-    ticks = _start_ticks(pid)
+    ticks = start_ticks(pid)
     if ticks is None:
         return None
     try:
@@ -71,15 +73,6 @@ def process_start_unix(pid: int) -> float | None:
     except (OSError, ValueError, StopIteration, IndexError):
         return None
     return boot + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Clock ticks after boot when a process started."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return int(stat.read().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _group() -> Any:
@@ -151,8 +144,8 @@ def _launch_on_one_node(member: Member, environ: Mapping[str, str], facts: Proce
 
 def _first_word(launches_dir: Path, agent: int, proposed: Run) -> Run:
     """What the first rank of this launch proposed. The kernel's boot time can differ by a second between two readings, so they must agree on one."""
-    ticks = _start_ticks(agent)
-    path = launches_dir / hashlib.blake2b(f"{agent}\0{ticks}\0{_boot_id()}".encode(), digest_size=8).hexdigest()
+    ticks = start_ticks(agent)
+    path = launches_dir / hashlib.blake2b(f"{agent}\0{ticks}\0{boot_id()}".encode(), digest_size=8).hexdigest()
     mine = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         launches_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -211,16 +204,8 @@ def _without_agreement(given: str | None, member: Member, environ: Mapping[str, 
 
 
 def _readable_id(started_unix: float, host: str, pid: int) -> str:
-    digest = hashlib.blake2b(f"{host}\0{pid}\0{started_unix:.2f}\0{_boot_id()}".encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b(f"{host}\0{pid}\0{started_unix:.2f}\0{boot_id()}".encode(), digest_size=4).hexdigest()
     return time.strftime("%Y%m%d-%H%M%S", time.localtime(started_unix)) + f"-{digest}"
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def clean_id(run_id: str) -> str:
