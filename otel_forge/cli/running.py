@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -55,6 +55,8 @@ class Runner:
         self._shape: Shape = shape
         self._exporter_stdout = exporter_stdout
         self._child: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+        self._closed = threading.Event()
         self.stack: Stack | None = None
         self.run_id: str | None = None
 
@@ -87,9 +89,8 @@ class Runner:
         previous = signal.signal(signal.SIGTERM, self._forward)
         try:
             servers = stack.start(self._shape)
-            with self._watched(stack):
-                code = self._execute(command, rank_environment(servers, home, self.run_id, self._config_path))
-            stack.restart_dead()  # a queue of a server that is gone would be left behind
+            threading.Thread(target=self._watch, args=(stack,), name="otel-forge-watch", daemon=True).start()
+            code = self._execute(command, rank_environment(servers, home, self.run_id, self._config_path))
             self._replay(servers, home)
             drained = drain(servers, self._drain_timeout_s, code)
             return Finished(code, self.run_id, drained, servers, home)
@@ -99,33 +100,24 @@ class Runner:
         finally:
             signal.signal(signal.SIGTERM, previous)
 
-    @contextlib.contextmanager
-    def _watched(self, stack: Stack) -> Iterator[None]:
-        """Start servers again that die while the command runs."""
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(WATCH_EVERY_S):
-                try:
-                    for name in stack.restart_dead():
-                        self._say(f"{name} had ended and was started again; what it had stored is taken up")
-                except ServerError as error:
-                    self._say(f"a server cannot be started again: {error}")
-                    return
-
-        thread = threading.Thread(target=watch, name="otel-forge-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join(5.0)
+    def _watch(self, stack: Stack) -> None:
+        """Start servers again that die. The thread lives as long as they do: the kernel ends a private server with the thread that started it."""
+        while not self._closing.wait(WATCH_EVERY_S):
+            try:
+                for name in stack.restart_dead():
+                    self._say(f"{name} had ended and was started again; what it had stored is taken up")
+            except ServerError as error:
+                self._say(f"a server cannot be started again: {error}")
+                break
+        self._closed.wait()
 
     def close(self) -> None:
         """Stop the private servers; what they kept is removed when all of it was written."""
         stack, self.stack = self.stack, None
+        self._closing.set()
         if stack is not None:
             stack.stop(drain_timeout_s=0.0)
+        self._closed.set()
 
     def remove_state(self, finished: Finished) -> None:
         """Remove the state of a run whose rows are all written."""

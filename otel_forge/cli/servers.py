@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -65,6 +66,8 @@ class Stack:
     ports: dict[str, int] = field(default_factory=dict)
     processes: list[tuple[ServerProcess, subprocess.Popen[bytes]]] = field(default_factory=list)
     servers: Servers | None = None
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while servers are started again or taken off the list."""
     _commands: dict[str, tuple[list[str], Mapping[str, str], int | None]] = field(default_factory=dict)
 
     # --- starting ------------------------------------------------------------------------------------------------
@@ -173,6 +176,10 @@ class Stack:
 
     def restart_dead(self) -> list[str]:
         """Start every server again that has ended by itself; the names of those. What they had stored is taken up."""
+        with self._changing:
+            return self._restart_dead()
+
+    def _restart_dead(self) -> list[str]:
         dead = [(server, popen) for server, popen in self.processes if popen.poll() is not None]
         for server, popen in dead:
             self.processes.remove((server, popen))
@@ -222,18 +229,22 @@ class Stack:
     def stop(self, *, drain_timeout_s: float, exit_code: int | None = None) -> bool:
         """Let the exporter write what is there, then end every server; whether all of it was written."""
         drained = self.servers is None or drain(self.servers, drain_timeout_s, exit_code)
-        for process, _ in reversed(self.processes):
+        with self._changing:
+            processes, self.processes = self.processes, []
+        for process, _ in reversed(processes):
             end_process(process)
-        for _, popen in self.processes:
+        for _, popen in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 popen.wait(1.0)
-        self.processes.clear()
         discovery.remove(self.state_dir)
         return drained
 
 
 def _end_with_parent() -> None:
-    """In a private stack's server, before its program starts: the kernel ends it when `otel-forge run` is killed."""
+    """In a private stack's server, before its program starts: the kernel ends it when `otel-forge run` is killed.
+
+    To the kernel the parent is the thread that started it: that thread must live as long as the server.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import sys
 from collections import Counter
@@ -55,6 +57,28 @@ def test_a_training_script_that_crashes_keeps_its_rows_and_its_exit_code(cli: Cl
     assert "crashed at step 7" in done.stderr
     assert [row["step"] for row in rows_of(tmp_path / "rows.jsonl")] == list(range(7))
     assert not list((tmp_path / "state" / "runs").glob("*")), "the state of a run that is written is removed"
+
+
+def test_run_starts_killed_servers_again_and_every_row_is_there_once(cli: Cli, config_path: Path, tmp_path: Path) -> None:
+    """The servers that `run` started for itself are killed one after the other while it runs."""
+    from tests.integration.conftest import JOB
+
+    command = ["run", "--config", str(config_path), "--", sys.executable, str(JOB), "--steps", "80", "--interval", "0.05"]
+    with futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(cli, *command)
+        for after, victim in ((5, "collector"), (30, "exporter")):
+            wait_for(lambda after=after: len(rows_of(tmp_path / "rows.jsonl")) >= after, 60, f"{after} rows")  # type: ignore[misc]
+            (file,) = (tmp_path / "state" / "runs").glob("*/servers.json")
+            os.kill(next(server["pid"] for server in json.loads(file.read_text())["processes"] if server["name"] == victim), signal.SIGKILL)
+        done = running.result()
+    assert done.returncode == 0, done.stderr
+    assert "collector had ended and was started again" in done.stderr
+    assert "exporter had ended and was started again" in done.stderr
+    rows = rows_of(tmp_path / "rows.jsonl")
+    assert sorted(row["step"] for row in rows) == list(range(80)), "each once; a resend may overtake the window"
+    for row in rows:
+        assert_exact(row, 1)
+    assert not list((tmp_path / "state" / "runs").glob("*")), done.stderr
 
 
 def test_up_down_and_status_say_what_runs(cli: Cli, config_path: Path) -> None:
