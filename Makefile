@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format bench gpu-check clean
+.PHONY: setup demo test lint format bench clean
 
 setup: $(STAMP)
 	@$(BIN)/otel-forge collector install
