@@ -35,8 +35,6 @@ ENV_MODES = "OTEL_FORGE_MODES"
 """Comma-separated logging modes that the exporter's backends need. `otel-forge run` sets it."""
 ENV_STATE_DIR = "OTEL_FORGE_STATE_DIR"
 """The node-local directory for spilled packets, the exporter's spool and the servers' state."""
-ENV_INSTRUMENT = "OTEL_FORGE_INSTRUMENT"
-"""Comma-separated patterns `module:Class.method` to instrument without touching the code."""
 ENV_COLLECTOR_BIN = "OTEL_FORGE_COLLECTOR_BIN"
 ENV_JAEGER_BIN = "OTEL_FORGE_JAEGER_BIN"
 ENV_DISABLED = ("OTEL_SDK_DISABLED", "FORGE_DISABLE_METRICS")

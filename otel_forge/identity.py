@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from otel_forge.config import ENV_ROLE, ENV_RUN_ID
 from otel_forge.discovery import boot_id, start_ticks
 
 logger = logging.getLogger("otel_forge")
@@ -89,7 +90,7 @@ def resolve_member(role: str | None, replica: int, rank: int | None, world_size:
     found_rank, found_world = _rank_and_world(environ)
     rank = found_rank if rank is None else rank
     world_size = max(found_world, rank + 1) if world_size is None else world_size
-    return Member(role or environ.get("OTEL_FORGE_ROLE") or "trainer", replica, rank, world_size)
+    return Member(role or environ.get(ENV_ROLE) or "trainer", replica, rank, world_size)
 
 
 def _rank_and_world(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -117,7 +118,7 @@ def resolve_run(
     Precedence of the id: argument, OTEL_FORGE_RUN_ID, one node's launcher (its pid and start time tell two launches apart), the store, a launcher's
     job and step id, else a warning and an id of this host alone. `launches_dir` is where the ranks of one node agree (node-local).
     """
-    given = run_id or environ.get("OTEL_FORGE_RUN_ID")
+    given = run_id or environ.get(ENV_RUN_ID)
     local = _launch_on_one_node(member, environ, facts, launches_dir)
     if local is not None:
         return Run(clean_id(given or local.run_id), local.attempt)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from otel_forge.errors import UsageError
-from otel_forge.tracing import _decorate, trace
+from otel_forge.tracing import trace
 
 T = TypeVar("T")
 _ORIGINAL = "__otel_forge_original__"
@@ -91,19 +91,9 @@ def _wrap_member(found: Any, name: str, options: dict[str, Any], *, inherited: b
 
 
 def _wrap(function: Any, prefix: str | None, options: dict[str, Any]) -> Any:
-    if prefix is not None:
-        wrapped: Any = trace(prefix, **options)(function)
-    elif "." in function.__qualname__.rpartition("<locals>.")[2]:
-        name = function.__name__
-        names: dict[type, str] = {}
-
-        def make(args: tuple[Any, ...]) -> Any:
-            owner = args[0] if isinstance(args[0], type) else type(args[0])
-            return trace(names.get(owner) or names.setdefault(owner, f"{owner.__name__}/{name}"), **options)
-
-        wrapped = _decorate(function, make)
-    else:
-        wrapped = trace(function.__qualname__, **options)(function)
+    if prefix is None and "." not in function.__qualname__.rpartition("<locals>.")[2]:
+        prefix = function.__qualname__  # a function; a method is named by the class of the running object
+    wrapped = trace(prefix, **options)(function)
     setattr(wrapped, _ORIGINAL, function)
     return wrapped
 

@@ -71,7 +71,6 @@ class Poster:
         self._proxy = self._find_proxy()
         self._connection: http.client.HTTPConnection | None = None
         self._used = False
-        self._aborted = False
 
     def _find_proxy(self) -> tuple[str, int] | None:
         if is_loopback(self._host) or urllib.request.proxy_bypass(self._host):

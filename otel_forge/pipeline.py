@@ -77,7 +77,6 @@ class Pipeline:
         self.run_config: dict[str, Any] = dict(given["run_config"] or {})
         self.exit_code: int | None = None
         self._explicit = explicit
-        self._destination: Destination | None = None
         self._member: Member | None = None
         self._opened_unix_nano = time.time_ns()
         self._run_info_sent: dict[str, Any] | None = None
@@ -146,7 +145,6 @@ class Pipeline:
             window=destination.window,
             contribute=self.given["contribute"],
         )
-        self._destination = destination
         now = time.time_ns()
         sender.put(builder.control(wire.PACKET_HELLO, hello_body(member, run, self.facts, device), now))
         if member.rank == 0 and member.replica == 0:
@@ -193,8 +191,10 @@ class Pipeline:
         return user_resource(self.config, os.environ)
 
     def _run_info(self) -> dict[str, Any]:
+        from otel_forge.config import ENV_CONFIG
+
         backends = {name: backend.model_dump(mode="json", by_alias=True, exclude_unset=True) for name, backend in self.config.metric_logging.items()}
-        explicit = self._explicit or bool(os.environ.get("OTEL_FORGE_CONFIG"))
+        explicit = self._explicit or bool(os.environ.get(ENV_CONFIG))
         return {
             "run_config": self.run_config,
             "metric_logging": backends if explicit else None,

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from otel_forge import wire
-from otel_forge.points import AttributeValue, any_value, attributes, field, varint
+from otel_forge.points import AttributeValue, attributes, field, varint
 
-OK, ERROR = 1, 2
+ERROR = 2
+"""StatusCode of trace.proto."""
 _KIND_INTERNAL = b"\x30\x01"
 
 
@@ -28,9 +29,6 @@ class SpanRecord:
     error: str | None = None
     """The text of the failure; None when there was none."""
     error_type: str | None = None
-    links_to: bytes | None = None
-    trace_id: bytes | None = None
-    """The trace of a parent in another process; None: the step's trace."""
 
 
 _fixed = struct.Struct("<BQBQ").pack
@@ -53,7 +51,7 @@ def _span(record: SpanRecord, trace_id: bytes, root_id: bytes) -> bytes:
     """Field numbers of trace.proto: 1 trace id, 2 span id, 4 parent, 5 name, 6 kind, 7 and 8 times, 9 attributes, 11 events, 15 status."""
     parent = record.parent_id.to_bytes(8, "big") if record.parent_id else root_id
     parts = [
-        field(1, record.trace_id or trace_id),
+        field(1, trace_id),
         field(2, record.span_id.to_bytes(8, "big")),
         field(4, parent),
         field(5, record.name.encode("utf-8", "replace")),
@@ -70,6 +68,3 @@ def _span(record: SpanRecord, trace_id: bytes, root_id: bytes) -> bytes:
         parts.append(field(11, event))
         parts.append(field(15, field(2, record.error.encode("utf-8", "replace")) + b"\x18" + varint(ERROR)))
     return b"".join(parts)
-
-
-__all__ = ["SpanRecord", "any_value", "encode"]

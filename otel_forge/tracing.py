@@ -313,11 +313,12 @@ class trace:
         qualified = function.__qualname__.rpartition("<locals>.")[2]
         name, in_class = function.__name__, "." in qualified
         fallback = qualified.replace(".", "/")
+        names: dict[type, str] = {}
 
         def make(args: tuple[Any, ...]) -> Any:
             if in_class and args:
                 owner = args[0] if isinstance(args[0], type) else type(args[0])
-                return trace(f"{owner.__name__}/{name}", **options)
+                return trace(names.get(owner) or names.setdefault(owner, f"{owner.__name__}/{name}"), **options)
             return trace(fallback, **options)
 
         return _decorate(function, make)

@@ -76,8 +76,6 @@ class Worker:
         self._spans_sent = time.monotonic()
         self._span_sequence = 0
         self._failures = 0
-        self.cpu_s = 0.0
-        """CPU seconds of this thread up to its last step."""
 
     @property
     def identified(self) -> Identified | None:
@@ -161,7 +159,6 @@ class Worker:
                 self._put(packet)
             if len(self._spans) >= SPANS_AT_ONCE or time.monotonic() - self._spans_sent >= SPANS_EVERY_S:
                 self._send_spans()
-            self.cpu_s = time.thread_time()
         finally:
             if done is not None:
                 done.set()

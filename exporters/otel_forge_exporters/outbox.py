@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from otel_forge.config import BackendConfig
@@ -34,7 +34,6 @@ class Outbox:
         self.mode = config.logging_mode.value
         self.written = 0
         """Rows that this process gave to the backend."""
-        self.failures = 0
         self.last_error: str | None = None
         self._config = config
         self._run = run
@@ -49,7 +48,6 @@ class Outbox:
         self._pending = True
         self._stopping = False
         self._broken = False
-        self._on_written: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name=f"otel-forge-{name}", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +118,6 @@ class Outbox:
                 return
 
     def _failed(self, error: Exception) -> None:
-        self.failures += 1
         text = f"{type(error).__name__}: {error}"
         if text != self.last_error:
             logger.warning("backend %s of run %s: %s; its rows are kept and tried again", self.name, self._run.run_id, text)
