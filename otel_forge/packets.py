@@ -11,9 +11,8 @@ from otel_forge import points, wire
 from otel_forge.delivery import Packet
 from otel_forge.identity import Member, Run
 from otel_forge.metrics import HistogramReduce, Reduce, Series, Taken
-from otel_forge.moments import Summary, bucket, exact_moments, summarize, weigh
+from otel_forge.moments import Chunk, Summary, bucket, exact_moments, summarize, weigh
 from otel_forge.points import AttributeValue, PointContext, ResourceTemplate, SeriesName
-from otel_forge.values import read_deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +104,38 @@ class PacketBuilder:
         return [points.histogram(self._name(name, reduction), context, summary) for name, (summary, reduction) in own.items()]
 
     def _series(self, taken: Taken, context: PointContext) -> list[bytes]:
-        series, values, pairs = taken.series, taken.values, taken.weighted
-        if taken.deferred:
-            late_values, late_pairs = read_deferred(taken.deferred)
-            values, pairs = values + late_values, pairs + late_pairs
+        taken.read()
+        series, values = taken.series, taken.values
+        plain = [chunk for chunk, weight in taken.chunks if weight is None]
+        weighted = [(chunk, weight) for chunk, weight in taken.chunks if weight is not None]
         encoded = []
         nonfinite = 0
-        if pairs:
-            total = weigh(pairs)
+        if taken.weighted or weighted:
+            total = weigh(taken.weighted, weighted)
             nonfinite += total.nonfinite
             if total.weight > 0:
                 names = (self._name(series.key, "mean", wire.WEIGHTED_SUM), self._name(series.key, "mean", wire.WEIGHT))
                 encoded.append(points.weighted(names, context, total))
-        if values:
-            points_of, bad = self._fold(series, values, context)
+        if values or plain:
+            points_of, bad = self._fold(series, values, plain, context)
             encoded += points_of
             nonfinite += bad
         if nonfinite:
             encoded.append(points.double_sum(self._name(series.key, series.reduction.value, wire.NONFINITE), context, float(nonfinite)))
         return encoded
 
-    def _fold(self, series: Series, values: list[float], context: PointContext) -> tuple[list[bytes], int]:
+    def _fold(self, series: Series, values: list[float], chunks: list[Chunk], context: PointContext) -> tuple[list[bytes], int]:
         """The Metrics of unweighted values, and how many of those were not finite."""
         reduction = series.reduction
         if isinstance(reduction, HistogramReduce):
-            buckets = bucket(values, reduction.bounds)
+            buckets = bucket(values, reduction.bounds, chunks)
             name = self._name(series.key, reduction.value)
             return [points.bucketed(name, context, buckets, reduction.bounds)] if buckets.summary.count else [], buckets.summary.nonfinite
         if reduction is Reduce.STD:
-            moments = exact_moments(values)
+            moments = exact_moments(values, chunks)
             names = tuple(self._name(series.key, "std", component) for component in (wire.MOMENT_N, wire.MOMENT_X, wire.MOMENT_XX))
             return [points.moments((names[0], names[1], names[2]), context, moments)] if moments.n else [], moments.nonfinite
-        summary = summarize(values)
+        summary = summarize(values, chunks)
         if not summary.count:
             return [], summary.nonfinite
         name = self._name(series.key, reduction.value)

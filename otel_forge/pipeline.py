@@ -55,11 +55,26 @@ is_compiling: Callable[[], bool] = _never
 """torch.compiler.is_compiling once torch is there: a scope inside a compiled region stands back, so that the graph does not break on it."""
 
 
-def _watch_compiling() -> None:
+def _watch_torch() -> None:
+    """Once torch is there, whenever that is: what it tells of compiled and of recomputed code."""
+    import wrapt
+
+    wrapt.register_post_import_hook(_torch_is_there, "torch")
+    wrapt.register_post_import_hook(_dynamo_is_there, "torch._dynamo")
+
+
+def _torch_is_there(torch: Any) -> None:
     global is_compiling
-    torch = sys.modules.get("torch")
-    if is_compiling is _never and torch is not None and hasattr(torch, "compiler"):
-        is_compiling = torch.compiler.is_compiling
+    from otel_forge.torch_hooks import watch_recomputation
+
+    is_compiling = torch.compiler.is_compiling
+    watch_recomputation()
+
+
+def _dynamo_is_there(_dynamo: Any) -> None:
+    from otel_forge.torch_hooks import record_in_graphs
+
+    record_in_graphs()
 
 
 class Pipeline:
@@ -224,7 +239,6 @@ class Pipeline:
         from otel_forge.packets import Sealed
 
         self.member()
-        _watch_compiling()
         with self._lock:
             trace_step = self.steps.opening
             occurrence = self.steps.seal(step)
@@ -269,7 +283,7 @@ class Pipeline:
         if self._relay is not None:
             self._relay.close()
             os.environ.pop(ENV_RELAY, None)
-        if any(series.values or series.weighted or series.deferred for series in metrics.registry().series.values()):
+        if not all(series.is_empty() for series in metrics.registry().series.values()):
             self.flush(self.steps.opening, None)
         if self._worker.identified is not None or self.steps.last_flushed is not None or spans:
             self._worker.wait_idle(timeout_s)
@@ -370,7 +384,6 @@ def init(
         registry.set_mode(off=False, bounded=False, stream=pipeline.stream if pipeline._streaming is not None else None)
         _pipeline = pipeline
         recording_spans = pipeline.config.tracing.enabled
-        _watch_compiling()
         _install_hooks()
 
 
@@ -379,6 +392,7 @@ def _install_hooks() -> None:
     if _hooked:
         return
     _hooked = True
+    _watch_torch()
     atexit.register(shutdown)
     os.register_at_fork(after_in_child=_after_fork_in_child)
     _previous_excepthook = sys.excepthook
