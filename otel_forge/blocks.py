@@ -18,6 +18,9 @@ from otel_forge.moments import Chunk, chunk_of
 SLAB_SLOTS = 4096
 """Doubles in a slab: 32 KiB, four flushes of a thousand scalars."""
 
+SQUARES_FROM, SQUARES_TO = 1e-140, 1e140
+"""Differences from the mean whose squares, added up, are well inside the range of a double. A device's std is right for these only."""
+
 
 class Deferred:
     """A measurement on a device that is read later: where it lies, what it is folded for, and what belongs to it."""
@@ -196,8 +199,11 @@ class DeviceBlocks:
         self._open.clear()
 
 
-def fold_array(array: Any, kind: str, bounds: tuple[float, ...]) -> Chunk:
-    """Fold a numpy array, vectorised. Sums run in extended precision where the machine has it."""
+def fold_array(array: Any, kind: str, bounds: tuple[float, ...]) -> Chunk | None:
+    """Fold a numpy array, vectorised; None when the squares of its differences leave the range of a double (std).
+
+    Sums run in extended precision where the machine has it.
+    """
     import numpy as np
 
     flat = array.astype(np.float64).ravel()
@@ -209,6 +215,9 @@ def fold_array(array: Any, kind: str, bounds: tuple[float, ...]) -> Chunk:
     if kind == "std":
         shift = float(total / finite.size)
         off = finite.astype(np.longdouble) - shift
+        largest = float(np.abs(off).max())
+        if largest and not SQUARES_FROM < largest < SQUARES_TO:
+            return None
         return chunk_of(kind, [float(finite.size), shift, float(off.sum()), float((off * off).sum()), nonfinite])
     numbers = [float(finite.size), float(total), float(finite.min()), float(finite.max()), nonfinite]
     if kind == "histogram":

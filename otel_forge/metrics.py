@@ -105,10 +105,12 @@ class Taken:
         self.chunks: list[tuple[Chunk, float | None]] = _take(series.chunks)
         self.deferred: list[Deferred] = _take(series.deferred)
 
-    def read(self) -> None:
-        """Fetch what lies on a device; waits for it, so this is the worker's to call."""
+    def read(self, stream: Callable[[str, float, Any], None] | None = None) -> None:
+        """Fetch what lies on a device; waits for it, so this is the worker's to call. `stream` is given each scalar with its stamp."""
         for item in self.deferred:
             found, weight = item.read()
+            if stream is not None and item.stamp is not None and isinstance(found, float):
+                stream(self.series.key, found, item.stamp)
             if not isinstance(found, float):
                 self.chunks.append((found, weight))
             elif weight is None:
@@ -135,6 +137,8 @@ class Registry:
         """Called with each key and value while a backend wants every record."""
         self.stamp: Callable[[], Any] | None = None
         """When a record of a device tensor was made, for the backends that want every record; None without them."""
+        self.route: Callable[[], Registry | None] | None = None
+        """Which registry the current context records to, once there are several roles in the process; None: this one."""
         self.first_record: Callable[[], None] | None = None
         """Called by the next record: how a child process starts what takes its values to its parent."""
         self.dropped = 0
@@ -149,7 +153,11 @@ class Registry:
     # --- recording, the slow way ---------------------------------------------------------------------------------
 
     def record(self, key: str, value: Any, reduction: Reduction, weight: Any) -> None:
-        """Everything that the one-line hot path does not do: first sight of a key, other types, weights, bounds, streams."""
+        """Everything that the one-line hot path does not do: first sight of a key, other types, weights, bounds, streams, roles."""
+        target = self.route() if self.route is not None else None
+        if target is not None:
+            target.record(key, value, reduction, weight)
+            return
         if self.off or self.is_recomputing():
             return
         try:
@@ -210,7 +218,11 @@ class Registry:
             return
         from otel_forge.blocks import fold_array
 
-        series.chunks.append((fold_array(block, *_fold_of(series.reduction)), weight))
+        chunk = fold_array(block, *_fold_of(series.reduction))
+        if chunk is not None:
+            series.chunks.append((chunk, weight))
+        else:
+            series.values.extend(block.astype("float64").ravel().tolist())
 
     def _defer(self, series: Series, tensor: Any, weight: Any) -> None:
         if self._blocks is None:
@@ -273,7 +285,7 @@ class Registry:
                 self.known.pop(series.key, None)
 
     def _is_plain(self) -> bool:
-        return not (self.bounded or self.off or self.stream is not None or self._recomputes)
+        return not (self.bounded or self.off or self.stream is not None or self.route is not None or self._recomputes)
 
     def _number(self, key: str, value: Any) -> Any:
         """A float, a list of floats, a device scalar to be read later, or None for what is not a number."""
@@ -346,20 +358,30 @@ class Registry:
         """Whether this thread runs a checkpointed forward again."""
         return bool(getattr(self._recomputing, "depth", False))
 
-    def set_mode(self, *, off: bool, bounded: bool, stream: Callable[[str, float], None] | None) -> None:
+    def set_mode(self, *, off: bool, bounded: bool, stream: Callable[[str, float], None] | None, stamp: Callable[[], Any] | None = None) -> None:
         """Change what happens at a record, and with it which keys the hot path serves."""
         with self._lock:
             self.off, self.bounded, self.stream = off, bounded, stream
-            self.stamp = None
+            self.stamp = stamp
             self.known.clear()
             for series in self._first.values():
                 self._publish(series)
+
+    def set_route(self, route: Callable[[], Registry | None] | None) -> None:
+        """Ask for each record which registry it is for; None: all are for this one."""
+        self.route = route
+        self.set_mode(off=self.off, bounded=self.bounded, stream=self.stream, stamp=self.stamp)
+
+    def is_empty(self) -> bool:
+        """Whether everything that was recorded was taken."""
+        return all(series.is_empty() for series in list(self.series.values()))
 
     def after_fork_in_child(self) -> None:
         """Drop the parent's values and every lock that another thread may have held; keep the keys."""
         self._lock = threading.Lock()
         self._blocks = None
         self._recomputing, self._recomputes, self._set_aside = threading.local(), 0, None
+        self.route = None
         for series in self.series.values():
             for values in (series.values, series.weighted, series.chunks, series.deferred):
                 values.clear()
@@ -374,6 +396,7 @@ class Registry:
             self.problems.clear()
             self.dropped = 0
             self.first_record = None
+            self.route = None
             self._blocks = None
             self.off, self.bounded, self.stream, self.strict = False, True, None, False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from otel_forge import points, wire
@@ -26,8 +26,10 @@ class Sealed:
     start_unix_nano: int
     end_unix_nano: int
     taken: list[Taken]
-    extra: Mapping[str, tuple[Summary, str]] = field(default_factory=dict)
-    """Further summaries by metric name, with the name of their reduction: what the pipeline knows of itself."""
+    flush_s: float = 0.0
+    """What the flush cost its caller."""
+    values_dropped: int = 0
+    """Values that were left out up to now, since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,17 @@ class PacketBuilder:
 
     # --- values --------------------------------------------------------------------------------------------------
 
-    def values(self, sealed: Sealed) -> list[Packet]:
+    def values(self, sealed: Sealed, telemetry: Mapping[str, tuple[float, str]] | None = None) -> list[Packet]:
         """The packets of one flush: one, or as many parts as its size asks for. Each carries the contributors.
 
         A member that is kept out of global values sends an empty packet there, so that nobody waits for it, and its values beside.
+        `telemetry`: key → (value, `sum` or `max`), what telemetry says of itself.
         """
         parts = _split(sealed.taken)
         packets = []
         for part, taken in enumerate(parts):
             context = self._context(sealed, part, len(parts))
-            own = self._own(sealed, context) if part == 0 else []
+            own = self._own(sealed, telemetry or {}, context) if part == 0 else []
             head = b"".join([points.contributors(context, self._member.rank), *own])
             body = b"".join(metric for item in taken for metric in self._series(item, context))
             route = wire.ROUTE_WINDOW if self._window else wire.ROUTE_DIRECT
@@ -91,7 +94,7 @@ class PacketBuilder:
         ]  # fmt: skip
         return PointContext.of(shared, sealed.start_unix_nano, sealed.end_unix_nano)
 
-    def _own(self, sealed: Sealed, context: PointContext) -> list[bytes]:
+    def _own(self, sealed: Sealed, telemetry: Mapping[str, tuple[float, str]], context: PointContext) -> list[bytes]:
         start, end = sealed.start_unix_nano / 1e9, sealed.end_unix_nano / 1e9
         slowest = float((max(0, sealed.end_unix_nano - sealed.start_unix_nano) // 1000 << 20) + self._member.rank)
         own = {
@@ -99,12 +102,14 @@ class PacketBuilder:
             wire.STEP_END_METRIC: (_single(end), "max"),
             wire.TRACE_STEP_METRIC: (_single(float(sealed.trace_step)), "min"),
             wire.SLOWEST_METRIC: (_single(slowest), "max"),
-            **sealed.extra,
         }
-        return [points.histogram(self._name(name, reduction), context, summary) for name, (summary, reduction) in own.items()]
+        encoded = [points.histogram(self._name(name, reduction), context, summary) for name, (summary, reduction) in own.items()]
+        for key, (value, reduction) in telemetry.items():
+            name = self._name(key, reduction)
+            encoded.append(points.double_sum(name, context, value) if reduction == "sum" else points.histogram(name, context, _single(value)))
+        return encoded
 
     def _series(self, taken: Taken, context: PointContext) -> list[bytes]:
-        taken.read()
         series, values = taken.series, taken.values
         plain = [chunk for chunk, weight in taken.chunks if weight is None]
         weighted = [(chunk, weight) for chunk, weight in taken.chunks if weight is not None]

@@ -73,7 +73,7 @@ def _emit(
     attributes: Mapping[str, AttributeValue],
     error: BaseException | None,
 ) -> None:
-    waiting = pipeline.spans
+    waiting = pipeline.waiting_spans()
     if len(waiting) >= pipeline.MAX_WAITING_SPANS:
         registry().dropped += 1
         return
