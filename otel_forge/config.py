@@ -211,13 +211,18 @@ class OtlpSettings:
     timeout_s: float
     compression: str | None
     ca_file: str | None
+    protocol: str = "http/protobuf"
+    """`http/protobuf` or `grpc`."""
 
 
 def otlp_settings(environ: Mapping[str, str] = os.environ) -> OtlpSettings:
     """Read OTEL_EXPORTER_OTLP_* and their METRICS and TRACES forms. A value that cannot be read is ignored, as the specification asks."""
+    protocol = environ.get("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+    grpc = protocol.strip().lower() == "grpc"
     return OtlpSettings(
-        metrics_url=_signal_url(environ, "METRICS", "/v1/metrics"),
-        traces_url=_signal_url(environ, "TRACES", "/v1/traces"),
+        protocol="grpc" if grpc else "http/protobuf",
+        metrics_url=_signal_url(environ, "METRICS", "" if grpc else "/v1/metrics"),
+        traces_url=_signal_url(environ, "TRACES", "" if grpc else "/v1/traces"),
         headers=_headers(environ.get("OTEL_EXPORTER_OTLP_METRICS_HEADERS") or environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")),
         timeout_s=_timeout_s(environ.get("OTEL_EXPORTER_OTLP_METRICS_TIMEOUT") or environ.get("OTEL_EXPORTER_OTLP_TIMEOUT", "")),
         compression=environ.get("OTEL_EXPORTER_OTLP_METRICS_COMPRESSION") or environ.get("OTEL_EXPORTER_OTLP_COMPRESSION"),

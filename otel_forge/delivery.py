@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from otel_forge.otlp_http import Outcome, Poster, Verdict
 from otel_forge.spill import SpillStore
@@ -66,6 +66,20 @@ class DeliveryReport:
     """Lost: refused for good by the receiver, or neither sent nor written."""
 
 
+class PosterLike(Protocol):
+    """One URL's way out: otlp_http.Poster or otlp_grpc.GrpcPoster."""
+
+    url: str
+
+    def post(self, body: bytes) -> Outcome: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def after_fork_in_child(self) -> None: ...
+
+
 @dataclass
 class _Counts:
     delivered: int = 0
@@ -92,11 +106,13 @@ class Sender:
         timeout_s: float = 10.0,
         compression: str = "gzip",
         ssl_context: Any = None,
+        make_poster: Callable[[str, str], PosterLike] | None = None,
         to_window: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`metrics_url` None: there is nothing to send to, so everything is spilled. `traces_url` None besides: spans are left out.
 
+        `make_poster(url, signal)` gives another protocol than HTTP.
         `to_window` False: the receiver has no window (it is the exporter itself), so what an earlier process left for one goes direct.
         """
         self._to_window = to_window
@@ -104,7 +120,8 @@ class Sender:
         self._lanes: dict[str, Lane] = {}
         for signal, url in (("metrics", metrics_url), ("traces", traces_url)):
             if url or metrics_url is None:
-                poster = Poster(url, headers or {}, timeout_s, compression, ssl_context) if url else None
+                make = make_poster or (lambda url, signal: Poster(url, headers or {}, timeout_s, compression, ssl_context))
+                poster = make(url, signal) if url else None
                 self._lanes[signal] = Lane(poster, self._spill, queue_bytes=queue_bytes, window_s=window_s, clock=clock)
         if metrics_url is not None:
             self._adopt()
@@ -163,7 +180,7 @@ class Sender:
 class Lane:
     """One signal's queue, connection and daemon thread: a receiver of spans that is down never holds up metrics."""
 
-    def __init__(self, poster: Poster | None, spill: SpillStore, *, queue_bytes: int, window_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, poster: PosterLike | None, spill: SpillStore, *, queue_bytes: int, window_s: float, clock: Callable[[], float]) -> None:
         self._poster = poster
         self._spill = spill
         self._queue_bytes = queue_bytes

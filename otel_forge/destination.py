@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from otel_forge import discovery, wire
@@ -54,6 +54,8 @@ def resolve(config: ForgeConfig, *, explicit: bool, world_size: int, environ: Ma
     if endpoint is None and settings.metrics_url is None:
         endpoint = config.collector.endpoint
     if asked != "inprocess" and (endpoint or settings.metrics_url):
+        if endpoint:
+            settings = replace(settings, protocol="http/protobuf")  # our own endpoints are OTLP/HTTP; OTEL_*'s may be gRPC
         metrics_url = endpoint.rstrip("/") + "/v1/metrics" if endpoint else settings.metrics_url
         return _to(_shape_behind(given_shape), metrics_url, config, environ, settings)
     if asked in ("auto", "direct", "collector"):
@@ -83,6 +85,8 @@ def _traces_url(config: ForgeConfig, metrics_url: str | None, environ: Mapping[s
         return settings.traces_url
     if config.tracing.endpoint:
         return config.tracing.endpoint.rstrip("/") + "/v1/traces"
+    if settings.protocol == "grpc":
+        return settings.traces_url or metrics_url
     if metrics_url and metrics_url.endswith("/v1/metrics"):
         return metrics_url.removesuffix("metrics") + "traces"
     return settings.traces_url

@@ -167,7 +167,7 @@ _CLOSED = "the connection was closed without an answer"
 
 def _judge(status: int, answer: bytes, retry_after: str | None) -> Outcome:
     if 200 <= status < 300:
-        return Outcome(Verdict.ACCEPTED, _partial_success(answer))
+        return Outcome(Verdict.ACCEPTED, partial_success(answer))
     text = f"HTTP {status} {answer[:200].decode('utf-8', 'replace').strip()}"
     delay_s = float(retry_after) if retry_after and retry_after.isdigit() else None
     if status == 503 and MEMORY_LIMITER in answer:
@@ -179,8 +179,17 @@ def _judge(status: int, answer: bytes, retry_after: str | None) -> Outcome:
     return Outcome(Verdict.REJECTED, text)
 
 
-def _partial_success(answer: bytes) -> str:
-    """What a 2xx answer says was left out; empty for an ordinary one. (Export*ServiceResponse: partial_success = 1 {rejected = 1, message = 2}.)"""
-    if len(answer) < 4 or answer[0] != 0x0A:
+def partial_success(answer: bytes) -> str:
+    """What an Export*ServiceResponse says was left out; empty for an ordinary one. (partial_success = 1 {rejected = 1, message = 2}.)"""
+    if not answer:
         return ""
-    return answer[2:].decode("utf-8", "replace").strip("\x00\x08\x12 \n")
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+
+    try:
+        partial = ExportMetricsServiceResponse.FromString(answer).partial_success
+    except DecodeError:
+        return ""
+    if not partial.rejected_data_points and not partial.error_message:
+        return ""
+    return f"{partial.rejected_data_points} points were left out: {partial.error_message or 'no reason given'}"

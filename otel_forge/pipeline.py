@@ -28,8 +28,11 @@ from otel_forge.relay import ENV_RELAY, RelayServer, arm
 from otel_forge.steps import StepTracker
 
 if TYPE_CHECKING:
-    from otel_forge.config import ForgeConfig
-    from otel_forge.delivery import DeliveryReport
+    from opentelemetry.sdk.metrics.export import MetricExporter
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from otel_forge.config import ForgeConfig, OtlpSettings
+    from otel_forge.delivery import DeliveryReport, PosterLike
     from otel_forge.destination import Destination
     from otel_forge.identity import Member, Run
     from otel_forge.points import AttributeValue
@@ -86,6 +89,7 @@ class Pipeline:
     ) -> None:
         """`root`: the process's own pipeline, whose way to a receiver a further role shares."""
         from otel_forge.identity import process_facts
+        from otel_forge.instruments import Instruments
         from otel_forge.self_observation import SelfObservation
         from otel_forge.spans import encode
         from otel_forge.worker import Worker
@@ -109,6 +113,7 @@ class Pipeline:
         self._lock = threading.Lock()
         self._streaming: list[Any] | None = [] if self._wants_streams() else None
         self._sender_lock = threading.Lock()
+        self._instruments = Instruments()
         self._sender: SenderLike | None = given["sender"]
         self._worker: Worker = Worker(
             identify=self._identify, spans=self.spans, stream=self._streaming, observe=SelfObservation().figures, encode_spans=encode
@@ -180,6 +185,11 @@ class Pipeline:
         if member.rank == 0 and member.replica == 0:
             self._run_info_sent = self._run_info()
             sender.put(builder.control(wire.PACKET_RUN_INFO, self._run_info_sent, now))
+        if self.root is None and destination.metrics_url is not None and self.given["sender"] is None:
+            settings = destination.settings
+            self._instruments.install(
+                destination.metrics_url, self._headers(settings.headers), settings.timeout_s, settings.protocol, builder.resource
+            )
         return Identified(run, builder, sender, builder.resource)
 
     def sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
@@ -212,8 +222,15 @@ class Pipeline:
             timeout_s=settings.timeout_s,
             compression=settings.compression or "gzip",
             ssl_context=_ssl_context(self.config, settings.ca_file),
+            make_poster=self._grpc_poster(settings) if settings.protocol == "grpc" else None,
             to_window=destination.window,
         )
+
+    def _grpc_poster(self, settings: OtlpSettings) -> Callable[[str, str], PosterLike]:
+        from otel_forge.otlp_grpc import GrpcPoster
+
+        headers, compression = self._headers(settings.headers), settings.compression or "gzip"
+        return lambda url, signal: GrpcPoster(url, signal, headers, settings.timeout_s, compression, settings.ca_file)
 
     def _headers(self, headers: dict[str, str]) -> dict[str, str]:
         token = self.config.collector.token
@@ -315,6 +332,7 @@ class Pipeline:
             os.environ.pop(ENV_RELAY, None)
         for pipeline in [*self.roles.values(), self]:
             pipeline.finish(deadline, exit_code if exit_code is not None else self.exit_code)
+        self._instruments.shutdown(max(0.1, (deadline - time.monotonic()) / 2))
         if self._sender is None:
             return DeliveryReport(delivered=0, spilled=0, dropped=0)
         return self._sender.shutdown(max(0.1, deadline - time.monotonic()))
@@ -441,13 +459,16 @@ def init(
     contribute: bool = True,
     strict: bool = False,
     sender: SenderLike | None = None,
+    metric_exporter: MetricExporter | None = None,
+    span_exporter: SpanExporter | None = None,
 ) -> None:
     """Start telemetry in this process. A second call does nothing.
 
     `config` is a path, dict, DictConfig or ForgeConfig; None means OTEL_FORGE_CONFIG or the defaults. `role`, `replica`, `rank` and `world_size`
     say who this process is where the launcher does not. `run_config` is shown as the run's configuration. `contribute=False` keeps this process's
-    values out of the global rows (a tensor-parallel copy). `sender` takes the packets instead of a server. Raises ConfigError; after that, nothing
-    raises unless `strict`.
+    values out of the global rows (a tensor-parallel copy). `metric_exporter` and `span_exporter`, exporters of the OpenTelemetry SDK, take what
+    would go to a server, in the wire's form: one point per series and step; `sender` takes the packets themselves. Raises ConfigError; after that,
+    nothing raises unless `strict`.
     """
     global _pipeline, recording_spans
     from otel_forge.config import is_disabled, load_config
@@ -458,6 +479,10 @@ def init(
     with _init_lock:
         if _pipeline is not None:
             return
+        if metric_exporter is not None:
+            from otel_forge.sdk_exporters import SdkSender
+
+            sender = SdkSender(metric_exporter, span_exporter)
         explicit = config is not None and not isinstance(config, (str, os.PathLike))
         given: dict[str, Any] = {"role": role, "replica": replica, "rank": rank, "world_size": world_size, "run_id": run_id}
         given |= {"run_config": run_config, "contribute": contribute, "sender": sender}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -69,8 +70,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(answer: Callable[[int, bytes], Answer | str] = lambda n, body: OK, port: int = 0) -> Iterator[Receiver]:
+def serving(
+    answer: Callable[[int, bytes], Answer | str] = lambda n, body: OK, port: int = 0, tls: tuple[str, str] | None = None
+) -> Iterator[Receiver]:
+    """`tls`: paths of a certificate and its key."""
     server = Receiver(answer, port)
+    if tls is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*tls)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from otel_forge.delivery import DeliveryReport, Packet, Sender
+from tests.fresh_process import in_fresh_process
 from tests.http_server import OK, serving
 
 
@@ -210,9 +211,13 @@ def test_a_file_that_a_living_process_writes_is_not_claimed(tmp_path: Path) -> N
 
 
 def test_forked_children_neither_send_nor_hang(tmp_path: Path) -> None:
-    """50 forks while the sending thread works: every child ends, every packet arrives once."""
+    """50 forks while the sending thread works: every child ends, every packet arrives once. In a new process: gRPC survives no fork."""
+    in_fresh_process("tests.test_delivery", "fork_while_sending", tmp_path)
+
+
+def fork_while_sending(folder: str) -> None:
     with serving() as server:
-        sending = sender(server.url, tmp_path)
+        sending = sender(server.url, Path(folder))
         for number in range(50):
             for part in range(4):
                 sending.put(packet(number * 4 + part))

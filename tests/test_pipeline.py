@@ -17,6 +17,7 @@ import otel_forge
 from otel_forge import LoggingMode, Reduce, record_metric, record_metrics
 from otel_forge.errors import ConfigError, InvalidValueError
 from otel_forge.testing import capture
+from tests.fresh_process import in_fresh_process
 
 
 def _metrics(row: dict[str, object]) -> dict[str, float]:
@@ -209,6 +210,10 @@ def test_many_ranks_with_nothing_to_send_to_keep_their_packets_and_say_how_to_go
 
 
 def test_forked_children_keep_nothing_of_their_parent_s_and_end() -> None:
+    in_fresh_process("tests.test_pipeline", "fork_while_recording")
+
+
+def fork_while_recording() -> None:
     with capture() as captured:
         record_metric("x", 1.0)
         for _ in range(20):
