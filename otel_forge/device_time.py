@@ -28,6 +28,8 @@ LONG_MS = 100_000.0
 MAX_PENDING = 20_000
 """Scopes that wait for the device; with more, marks are None. A step has some hundred."""
 MAX_FREE_EVENTS = 4_096
+PATIENCE_NS = 60_000_000_000
+"""A device that is so far behind hangs, most likely: then spans are to be seen, if without their device time."""
 
 
 @dataclass(slots=True)
@@ -56,10 +58,12 @@ class DeviceTimes:
 class Interval:
     """Marks of one scope whose times are not known yet."""
 
-    __slots__ = ("_then", "is_done", "marks", "times")
+    __slots__ = ("_then", "ended_ns", "is_done", "marks", "times")
 
-    def __init__(self, marks: Sequence[Mark], then: Callable[[DeviceTimes | None], None]) -> None:
+    def __init__(self, marks: Sequence[Mark], ended_ns: int, then: Callable[[DeviceTimes | None], None]) -> None:
         self.marks = marks
+        self.ended_ns = ended_ns
+        """When the host was done with the scope."""
         self.times: DeviceTimes | None = None
         self.is_done = False
         """Also when the times could not be had; then `times` stays None."""
@@ -74,6 +78,28 @@ class Interval:
             self._then(times)
         except Exception:
             logger.exception("otel-forge: a device time could not be recorded")
+
+
+class Duration:
+    """A device time as a value to be recorded now and read when the step is folded."""
+
+    __slots__ = ("_interval", "_phase")
+
+    def __init__(self, interval: Interval, phase: int | None) -> None:
+        """`phase` counts from 0; None: the whole scope."""
+        self._interval = interval
+        self._phase = phase
+
+    def is_ready(self) -> bool:
+        """Whether `read_numbers` has its final answer."""
+        return self._interval.is_done
+
+    def read_numbers(self) -> list[float]:
+        """The seconds; nothing where they could not be had."""
+        times = self._interval.times
+        if times is None:
+            return []
+        return [times.total_s if self._phase is None else times.durations_s[self._phase]]
 
 
 class DeviceTimer:
@@ -117,7 +143,7 @@ class DeviceTimer:
 
     def resolve(self, marks: Sequence[Mark], then: Callable[[DeviceTimes | None], None]) -> Interval:
         """Call `then` with the times between the marks (all of one device) once the device has passed them; with None if that cannot be known."""
-        interval = Interval(marks, then)
+        interval = Interval(marks, self._clock(), then)
         self._incoming.append(interval)
         if self._asleep:
             self._wake.set()
@@ -133,7 +159,7 @@ class DeviceTimer:
 
     def _loop(self) -> None:
         while not self._stopped:
-            if self._incoming or self._queued:
+            if self.is_pending():
                 time.sleep(POLL_S)
             else:
                 self._sleep()
@@ -157,11 +183,19 @@ class DeviceTimer:
                 self._queues.setdefault((last.device, last.stream), deque()).append(interval)
                 self._queued += 1
             for key, queue in list(self._queues.items()):
-                while queue and self._try(queue[0]):
+                while queue and (self._try(queue[0]) or self._is_overdue(queue[0])):
                     queue.popleft()
                     self._queued -= 1
                 if not queue:
-                    del self._queues[key]
+                    self._queues.pop(key, None)
+
+    def _is_overdue(self, interval: Interval) -> bool:
+        if self._clock() - interval.ended_ns < PATIENCE_NS or self._stopped:
+            return False
+        warn_once("device late", f"a device time was not known {PATIENCE_NS // 10**9} s after its scope ended: it is left out")
+        self.lost += 1
+        interval.finish(None)
+        return True
 
     def _guard(self, action: Callable[[], Any]) -> bool:
         """Whether it went well. A device that answers with an error (an assertion in a kernel) answers nothing else from then on."""
@@ -212,23 +246,27 @@ class DeviceTimer:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    def is_pending(self) -> bool:
+        """Whether times are still to come."""
+        return bool(self._incoming or self._queued)
+
     def settle(self, timeout_s: float) -> bool:
         """Wait until everything handed over is known; False when the device has not come so far in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.poll()
-            if not (self._incoming or self._queued):
+            if not self.is_pending():
                 return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(SETTLE_POLL_S)
 
-    def give_up(self) -> None:
-        """Let what is still pending be without device times."""
+    def give_up(self) -> int:
+        """Let what is still pending be without device times; how many scopes that were."""
         with self._lock:
-            self._drop_all()
+            return self._drop_all()
 
-    def _drop_all(self) -> None:
+    def _drop_all(self) -> int:
         """Under the lock."""
         left = [interval for queue in self._queues.values() for interval in queue]
         self._queues.clear()
@@ -238,6 +276,7 @@ class DeviceTimer:
         self.lost += len(left)
         for interval in left:
             interval.finish(None)
+        return len(left)
 
     def stop(self) -> None:
         """End the thread; what is pending is given up."""

@@ -79,7 +79,7 @@ class Series:
         self.values: list[float] = []
         self.weighted: list[tuple[float, float]] = []
         self.deferred: list[tuple[Any, float | None]] = []
-        """Device scalars (and their weight) that are read when the step is folded, never at the call."""
+        """Device scalars and device times (and their weight) that are read when the step is folded, never at the call."""
 
 
 class Taken:

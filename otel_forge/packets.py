@@ -13,7 +13,7 @@ from otel_forge.identity import Member, Run
 from otel_forge.metrics import HistogramReduce, Reduce, Series, Taken
 from otel_forge.moments import Summary, bucket, exact_moments, summarize, weigh
 from otel_forge.points import AttributeValue, PointContext, ResourceTemplate, SeriesName
-from otel_forge.values import read_deferred
+from otel_forge.values import is_ready, read_deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Sealed:
     taken: list[Taken]
     extra: Mapping[str, tuple[Summary, str]] = field(default_factory=dict)
     """Further summaries by metric name, with the name of their reduction: what the pipeline knows of itself."""
+
+    def is_ready(self) -> bool:
+        """Whether every value is known; device times come later."""
+        return all(is_ready(taken.deferred) for taken in self.taken if taken.deferred)
 
 
 @dataclass(frozen=True, slots=True)

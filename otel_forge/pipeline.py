@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from otel_forge import metrics, wire
+from otel_forge import measuring, metrics, wire
 from otel_forge.errors import InvalidValueError
 from otel_forge.modes import LoggingMode
 from otel_forge.relay import ENV_RELAY, RelayServer, arm
@@ -84,7 +84,7 @@ class Pipeline:
         self._flushes = 0
         self._lock = threading.Lock()
         self._streaming: list[Any] | None = [] if self._wants_streams() else None
-        self._worker: Worker = Worker(identify=self._identify, spans=spans, stream=self._streaming, encode_spans=encode)
+        self._worker: Worker = Worker(identify=self._identify, spans=spans, stream=self._streaming, encode_spans=encode, settle=measuring.settle)
         self._worker.start()
         self._relay = self._listen()
 
@@ -237,7 +237,8 @@ class Pipeline:
         if wait_s is None or done is None:
             return True
         deadline = time.monotonic() + wait_s
-        done.wait(wait_s)
+        if not done.wait(wait_s):
+            return False
         identified = self._worker.identified
         return identified is not None and identified.sender.flush(max(0.0, deadline - time.monotonic()))
 
@@ -271,7 +272,7 @@ class Pipeline:
             os.environ.pop(ENV_RELAY, None)
         if any(series.values or series.weighted or series.deferred for series in metrics.registry().series.values()):
             self.flush(self.steps.opening, None)
-        if self._worker.identified is not None or self.steps.last_flushed is not None or spans:
+        if self._worker.identified is not None or self.steps.last_flushed is not None or spans or measuring.is_pending():
             self._worker.wait_idle(timeout_s)
             code = exit_code if exit_code is not None else self.exit_code
             self._worker.control(wire.PACKET_LAST, {"exit_code": 0 if code is None else code, "flushes": self._flushes})
@@ -370,6 +371,7 @@ def init(
         registry.set_mode(off=False, bounded=False, stream=pipeline.stream if pipeline._streaming is not None else None)
         _pipeline = pipeline
         recording_spans = pipeline.config.tracing.enabled
+        measuring.configure(timer=pipeline.config.tracing.timer, track_memory=pipeline.config.tracing.track_memory)
         _watch_compiling()
         _install_hooks()
 
@@ -475,6 +477,7 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
     try:
         report = pipeline.shutdown(timeout_s, exit_code)
     finally:
+        measuring.close()
         metrics.registry().set_mode(off=True, bounded=False, stream=None)
     if report.dropped:
         logger.warning("otel-forge: %d packets delivered, %d kept on disk, %d lost", report.delivered, report.spilled, report.dropped)
@@ -485,6 +488,7 @@ def reset() -> None:
     """Back to the state before the first `init`, for tests: shuts down, forgets keys, steps and spans."""
     global _early_steps
     shutdown(timeout_s=1.0)
+    measuring.reset()
     metrics.registry().clear()
     spans.clear()
     _early_steps = StepTracker()

@@ -15,6 +15,8 @@ def converter(kind: type) -> Callable[[Any], Any]:
 
     That function raises TypeError or ValueError, with a text that says what would have been right.
     """
+    if hasattr(kind, "read_numbers"):
+        return _late
     if issubclass(kind, (str, bytes)):
         return _refuse
     if issubclass(kind, (int, float, decimal.Decimal, fractions.Fraction)):
@@ -31,6 +33,11 @@ def converter(kind: type) -> Callable[[Any], Any]:
     if hasattr(kind, "__array__"):
         return lambda value: _array(value.__array__())
     return _refuse
+
+
+def _late(value: Any) -> Any:
+    """A value that is known later (device_time.Duration): kept as it is."""
+    return value
 
 
 def _refuse(value: Any) -> Any:
@@ -65,12 +72,20 @@ def _dtensor(value: Any) -> Any:
     return _tensor(value.to_local())
 
 
+def is_ready(items: list[tuple[Any, float | None]]) -> bool:
+    """Whether all can be read without a wait. What has no `is_ready` is taken as it is."""
+    return all(ready() for ready in (getattr(item, "is_ready", None) for item, _ in items) if ready is not None)
+
+
 def read_deferred(items: list[tuple[Any, float | None]]) -> tuple[list[float], list[tuple[float, float]]]:
     """(values, weighted pairs) of device tensors, read with one transfer per device and kind. Called off the training thread."""
     values: list[float] = []
     weighted: list[tuple[float, float]] = []
     for tensor, weight in items:
-        numbers = tensor.double().flatten().tolist() if tensor.device.type != "mps" else tensor.cpu().double().flatten().tolist()
+        if hasattr(tensor, "read_numbers"):
+            numbers = tensor.read_numbers()
+        else:
+            numbers = tensor.double().flatten().tolist() if tensor.device.type != "mps" else tensor.cpu().double().flatten().tolist()
         for number in numbers:
             if weight is None:
                 values.append(number)
