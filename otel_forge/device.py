@@ -92,8 +92,8 @@ class TorchAccelerator:
         self._module = module
         self._generic = generic
         self._peaks: PeakReadings | None = None
-        self._capturing: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Graphs between capture_begin and capture_end. Weak, so that one that was given up in between is not waited for."""
+        self._capturing: dict[int, weakref.ref[Any]] = {}
+        """Graphs between capture_begin and capture_end, by id. Weak, so that one that was given up in between is not waited for."""
         self._capture_lock = threading.Lock()
         """Held by `outside_capture` while it reads and by a capture while it begins."""
         self._undo: list[Callable[[], None]] = []
@@ -107,19 +107,20 @@ class TorchAccelerator:
         begin, end = graph.capture_begin, graph.capture_end
 
         def capture_begin(captured: Any, *args: Any, **kwargs: Any) -> Any:
+            key = id(captured)
             with self._capture_lock:
-                self._capturing.add(captured)
+                self._capturing[key] = weakref.ref(captured, lambda _: self._capturing.pop(key, None))
             try:
                 return begin(captured, *args, **kwargs)
             except BaseException:
-                self._capturing.discard(captured)
+                self._capturing.pop(key, None)
                 raise
 
         def capture_end(captured: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return end(captured, *args, **kwargs)
             finally:
-                self._capturing.discard(captured)
+                self._capturing.pop(id(captured), None)
 
         graph.capture_begin, graph.capture_end = capture_begin, capture_end
 
@@ -174,11 +175,11 @@ class TorchAccelerator:
         self._module.synchronize(device)
 
     def is_capturing(self) -> bool:
-        return len(self._capturing) > 0 or self._is_current_capturing()
+        return bool(self._capturing) or self._is_current_capturing()
 
     def outside_capture(self, read: Callable[[], T]) -> T | None:
         with self._capture_lock:
-            return None if len(self._capturing) else read()
+            return None if self._capturing else read()
 
     def memory_bytes(self, device: int) -> tuple[int, int]:
         peaks = self._peaks

@@ -83,7 +83,7 @@ class Phase(NamedTuple):
         return (self.ended_ns - self.began_ns) / 1e9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     """A scope with device time or memory that has ended. Its spans are made when the device time is known."""
 

@@ -53,7 +53,8 @@ class Measurement:
     """One open scope. Used by the scope's own thread."""
 
     __slots__ = (
-        "__weakref__", "_accelerator", "_frame", "_given", "_marks", "_phases", "_rss_bytes", "_rss_start_bytes", "_sync", "_wants_memory", "device",
+        "__weakref__", "_accelerator", "_frame", "_given", "_marks", "_phases", "_rss_bytes", "_rss_start_bytes", "_sync", "_timer",
+        "_wants_memory", "device",
     )  # fmt: skip
 
     def __init__(self, given: Any, wants_memory: bool, wants_rss: bool) -> None:
@@ -61,6 +62,7 @@ class Measurement:
         """The device that the scope is measured on; None while there is none."""
         self._given = given
         self._accelerator: Accelerator | None = None
+        self._timer: DeviceTimer | None = None
         self._marks: list[Mark] | None = None
         self._sync = False
         self._frame: Frame | None = None
@@ -78,6 +80,7 @@ class Measurement:
             self._sync = True
             self._synchronize()
         elif timer != "cpu":
+            self._timer = _the_timer(accelerator)
             self._marks = []
             self._mark()
 
@@ -103,9 +106,9 @@ class Measurement:
 
     def resolve(self, then: Callable[[DeviceTimes | None], None]) -> Interval | None:
         """Let `then` have the device times of the phases, later; None when they are not measured by events."""
-        if not self._marks or len(self._marks) < 2 or _timer is None:
+        if self._timer is None or self._marks is None:
             return None
-        return _timer.resolve(self._marks, then)
+        return self._timer.resolve(self._marks, then)
 
     @property
     def is_synchronized(self) -> bool:
@@ -120,7 +123,7 @@ class Measurement:
 
     def _boundary(self, now_ns: int) -> int:
         if self._marks is not None:
-            self._guard(self._mark)
+            self._mark()
         elif self._sync:
             self._guard(self._synchronize)
             return time.perf_counter_ns()
@@ -128,9 +131,14 @@ class Measurement:
 
     def _mark(self) -> None:
         """One mark that cannot be made (a graph is being captured) leaves the whole scope to the host's time."""
+        assert self._timer is not None
         assert self._marks is not None
-        assert self._accelerator is not None
-        mark = _the_timer(self._accelerator).mark(self.device or 0)
+        assert self.device is not None
+        try:
+            mark = self._timer.mark(self.device)
+        except Exception as error:
+            self._fail(error)
+            return
         if mark is None:
             self._marks = None
         else:
@@ -147,8 +155,11 @@ class Measurement:
         try:
             action()
         except Exception as error:
-            warn_once("device", f"the device could not be measured, host time is recorded: {error!r}")
-            self._marks, self._sync, self._wants_memory = None, False, False
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        warn_once("device", f"the device could not be measured, host time is recorded: {error!r}")
+        self._marks, self._sync, self._wants_memory = None, False, False
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
