@@ -246,13 +246,18 @@ class DeviceTimer:
         first = marks[0]
         total = self._between_s(first, last)
         durations = (total,) if len(marks) == 2 else tuple(itertools.starmap(self._between_s, itertools.pairwise(marks)))
-        return DeviceTimes(self._clocks[last.device].host_ns(first.event, first.near), durations, total)
+        return DeviceTimes(self._place_ns(first), durations, total)
+
+    def _place_ns(self, mark: Mark) -> int | None:
+        try:
+            return self._clocks[mark.device].host_ns(mark.event, mark.near)
+        except RuntimeError:  # a driver that measures no time backwards, from an anchor that is younger than the mark
+            return None
 
     def _between_s(self, begin: Mark, end: Mark) -> float:
         elapsed_ms = self._accelerator.elapsed_ms(begin.event, end.event)
         if elapsed_ms > LONG_MS:
-            clock = self._clocks[begin.device]
-            first, second = clock.host_ns(begin.event, begin.near), clock.host_ns(end.event, end.near)
+            first, second = self._place_ns(begin), self._place_ns(end)
             if first is not None and second is not None:
                 return (second - first) / 1e9
         return max(0.0, elapsed_ms / 1e3)

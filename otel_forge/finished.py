@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,8 +96,23 @@ class Finished:
     error: Failure | None
     device: str | None
     """As in `cuda:0`; None where only the host was measured."""
+    metrics: bool
+    """Whether metrics are wanted."""
     is_synchronized: bool
     """Whether the host's times are the device's, because it was waited for."""
+
+    def resolve(self, times: DeviceTimes | None) -> None:
+        """The device times are known, or will never be: give out what waited for them."""
+        self.emit(times)
+        stream = registry().stream
+        if stream is not None and times is not None and self.metrics:
+            for phase, seconds in zip(self.phases, times.durations_s, strict=False):
+                self._stream(stream, phase.name, seconds)
+            self._stream(stream, None, times.total_s)
+
+    def _stream(self, stream: Callable[[str, float], None], name: str | None, seconds: float) -> None:
+        for key in kept_keys.get((self.whole.name, name)) or make_keys(self.whole.name, name):
+            stream(key, seconds)
 
     def emit(self, times: DeviceTimes | None) -> None:
         """Give out the spans, with the device times if there are any."""
@@ -126,6 +141,8 @@ class Finished:
 
     def record(self, interval: Interval | None) -> None:
         """Record the metrics of the open step. With an interval, durations are the device's and arrive in them later."""
+        if not self.metrics:
+            return
         for index, phase in enumerate(self.phases):
             self._record(phase, phase.name, phase.host_s if interval is None else DeviceDuration(interval, index))
         self._record(self.whole, None, self.whole.host_s if interval is None else DeviceDuration(interval, None))

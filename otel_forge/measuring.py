@@ -7,6 +7,7 @@ stays.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -206,8 +207,10 @@ def begin(timer: str, given: Any, track_memory: bool | str) -> Measurement | Non
     track_memory = track_memory or _default_memory
     accelerator = _accelerator or _find()
     try:
-        if accelerator is None or (given is not None and str(given) == "cpu"):
+        if accelerator is None:
             return _begin_without(timer, given, track_memory)
+        if given is not None and str(given) == "cpu":
+            return Measurement(None, False, True) if track_memory == "host" else None
         if timer == "cpu" and not track_memory:
             return None
         measurement = Measurement(given, track_memory is True, track_memory == "host")
@@ -281,7 +284,8 @@ def _the_tracker(accelerator: Accelerator) -> MemoryTracker:
             if _tracker is None:
                 tracker = MemoryTracker(accelerator)
                 for measurement in list(_early):
-                    measurement.adopt(accelerator, tracker)
+                    with contextlib.suppress(ValueError):  # its device is none: it has no memory
+                        measurement.adopt(accelerator, tracker)
                 _early.clear()
                 _tracker = tracker
     return _tracker

@@ -125,7 +125,7 @@ class _Options:
             warn_once("track_memory", f"track_memory must be True, False or 'host', got {track_memory!r}: False is used")
             track_memory = False
         self.timer = timer
-        self.device = device
+        self.device = getattr(device, "device", device)  # of a tensor, which is not kept, nor ever printed: that would wait for it
         self.track_memory = track_memory
         self.asks = bool(track_memory) or timer in ("gpu", "gpu_sync")
         """Whether there is something to measure, or to say, even where no accelerator was seen."""
@@ -279,13 +279,13 @@ class Tracer:
             step=self._step,
             error=error,
             device=measured.device_label(),
+            metrics=self._options.metrics,
             is_synchronized=measured.is_synchronized,
         )
-        interval = measured.resolve(finished.emit)
+        interval = measured.resolve(finished.resolve)
         if interval is None:
             finished.emit(None)
-        if self._options.metrics:
-            finished.record(interval)
+        finished.record(interval)
 
 
 class trace:

@@ -7,17 +7,20 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import otel_forge
-from otel_forge import Tracer, device, measuring, span, trace
+from otel_forge import LoggingMode, Tracer, device, measuring, metrics, span, trace
 from otel_forge.device import TorchAccelerator
 from otel_forge.device_time import DeviceTimer
 from otel_forge.errors import ExperimentalWarning
+from otel_forge.metrics import Registry
 from otel_forge.notices import reset_notices
+from otel_forge.relay import RelayClient, RelayServer
 from otel_forge.testing import Captured, capture
 from tests.fake_accelerator import FakeCuda, FakeOutOfMemoryError, Stream
 
@@ -262,6 +265,62 @@ def test_the_configuration_s_timer_is_what_auto_means(cuda: FakeCuda) -> None:
             pass
         attributes = _spans(captured)
     assert ["forge.device_time_s" in attributes[name] for name in ("host", "device")] == [False, True]
+
+
+def test_a_tensor_names_its_device_and_is_neither_printed_nor_kept(cuda: FakeCuda, captured: Captured) -> None:
+    """Printing it would wait for the device; keeping it would keep its memory."""
+
+    class Tensor:
+        device = "cuda:1"
+
+        def __str__(self) -> str:
+            raise AssertionError("a tensor was read")
+
+    tensor = Tensor()
+    kept = weakref.ref(tensor)
+    scope = trace("t", device=tensor)
+    del tensor
+    assert kept() is None
+    with scope:
+        pass
+    assert _spans(captured)["t"]["forge.device"] == "cuda:1"
+
+
+def test_streams_have_the_device_s_times_too(cuda: FakeCuda) -> None:
+    with capture(modes=[LoggingMode.PER_RANK_NO_REDUCE]) as captured:
+        measuring.use(TorchAccelerator(cuda, "cuda"))
+        tracer = Tracer("t", span_only=False)
+        tracer.start()
+        cuda.current_stream(0).launch(200 * MS)
+        tracer.step("a")
+        tracer.stop()
+        with trace("quiet", span_only=True):
+            pass
+        cuda.advance(S)
+        otel_forge.flush(0, wait_s=10)
+        current = otel_forge.pipeline.current()
+        assert current is not None
+        assert current.settle(10)
+        values = {key: value for row in captured.rows for key, value in row["metrics"].items() if not key.startswith("forge/")}
+    assert values["t/a/duration_avg_s"] == pytest.approx(0.2, abs=1e-3)
+    assert values["t/total_duration_max_s"] == pytest.approx(0.2, abs=1e-3)
+    assert not any(key.startswith("quiet") for key in values)
+
+
+def test_a_child_process_relays_device_times_once_they_are_known(cuda: FakeCuda) -> None:
+    """The client's side of the relay, in this process: what it drains it also waits for."""
+    member, child = Registry(), metrics.registry()
+    server = RelayServer(member)
+    measuring.use(TorchAccelerator(cuda, "cuda"))
+    with trace("t"):
+        cuda.current_stream(0).launch(200 * MS)
+    threading.Timer(0.1, cuda.advance, args=(S,)).start()
+    client = RelayClient(child, server.path)
+    client.send()
+    client.close()
+    server.close()
+    (series,) = [series for series in member.series.values() if series.key == "t/total_duration_avg_s"]
+    assert series.values == pytest.approx([0.2], abs=1e-3)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from otel_forge import device_clock, device_time
 from otel_forge.device import TorchAccelerator
 from otel_forge.device_clock import DeviceClock
 from otel_forge.device_time import DeviceTimer, DeviceTimes, Mark
+from otel_forge.notices import reset_notices
 from tests.fake_accelerator import FakeCuda, Stream, seeded_latency
 
 MS = 1_000_000
@@ -273,6 +274,23 @@ def test_a_scope_of_an_hour_is_measured_between_two_places(cuda: FakeCuda, timer
     timer.poll()
     assert results[0] is not None
     assert results[0].total_s * 1e9 == pytest.approx(end.event.at_ns - started_ns, abs=100_000)
+
+
+def test_a_device_that_is_a_minute_behind_is_waited_for_no_longer(cuda: FakeCuda, timer: DeviceTimer, caplog: pytest.LogCaptureFixture) -> None:
+    """The spans of a hanging device are to be seen while it hangs."""
+    reset_notices()
+    results: list[DeviceTimes | None] = []
+    begin = _mark(timer)
+    cuda.current_stream(0).launch(HOUR_S * S)
+    for _ in range(2):
+        timer.resolve([begin, _mark(timer)], results.append)
+    cuda.advance(59 * S)
+    timer.poll()
+    assert results == []
+    cuda.advance(2 * S)
+    timer.poll()
+    assert results == [None, None]
+    assert (timer.lost, timer.is_pending(), len(caplog.records)) == (2, False, 1)
 
 
 def test_too_much_pending_stands_back(cuda: FakeCuda, timer: DeviceTimer, monkeypatch: pytest.MonkeyPatch) -> None:
