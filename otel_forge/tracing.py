@@ -182,10 +182,12 @@ class Tracer:
         return self._prefix
 
     def start(self) -> None:
-        """Begin."""
+        """Begin. A run that was never stopped, because an exception came between, is ended here and marked as failed."""
         if self._start is not None:
-            warn_once("start", f"Tracer({self._prefix!r}).start(): it is running already; the first start counts")
-            return
+            if not self._is_running("start"):
+                return
+            warn_once("start", f"Tracer({self._prefix!r}).start(): it was not stopped before; that run is marked as failed")
+            self._end(None, Failure("start() was called again before stop()", "UsageError"))
         if self._prefix is None:
             self._prefix = _caller_prefix(sys._getframe(1))
         self._begin()
