@@ -6,7 +6,7 @@ Importing this package loads the standard library only; `init` loads what sendin
 from otel_forge.instrumentation import instrument, no_instrument, uninstrument
 from otel_forge.metrics import Reduce, record_metric, record_metrics
 from otel_forge.modes import LoggingMode
-from otel_forge.pipeline import flush, get_step, init, set_run_config, set_step, shutdown
+from otel_forge.pipeline import flush, get_step, init, role, set_run_config, set_step, shutdown
 from otel_forge.propagation import extract, inject
 from otel_forge.tracing import Tracer, span, step, trace
 
@@ -25,6 +25,7 @@ __all__ = [
     "no_instrument",
     "record_metric",
     "record_metrics",
+    "role",
     "set_run_config",
     "set_step",
     "shutdown",

@@ -147,10 +147,11 @@ class Sender:
 
     def stats(self) -> Mapping[str, float]:
         """Counts since the start, and what waits."""
-        total: collections.Counter[str] = collections.Counter()
+        total: dict[str, float] = collections.defaultdict(float)
         for lane in self._lanes.values():
-            total.update(lane.stats())
-        return {name: float(total[name]) for name in ("delivered", "spilled", "dropped", "resent", "requests", "queued", "queued_bytes")}
+            for name, value in lane.stats().items():
+                total[name] += value
+        return {name: float(total[name]) for name in ("delivered", "spilled", "dropped", "resent", "requests", "queued", "queued_bytes", "cpu_s")}
 
     def after_fork_in_child(self) -> None:
         """In a forked child: own nothing, hold nothing, send nothing. The parent's sockets are closed here without a word to the peer."""
@@ -174,6 +175,7 @@ class Lane:
         self._busy: list[Packet] = []
         self._sent_at = -LINGER_S
         self._gathering = False
+        self._cpu_s = 0.0
         self._hurry = threading.Event()
         """Set by who waits for an empty queue: then nothing gathers."""
         self._stopping = False
@@ -227,12 +229,13 @@ class Lane:
         for packet in rest:
             self._spill_one(packet)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Counts since the start, and what waits."""
         counts = self._counts
         return {
             "delivered": counts.delivered, "spilled": counts.spilled, "dropped": counts.dropped, "resent": counts.resent,
             "requests": counts.requests, "queued": len(self._queue), "queued_bytes": self._bytes,
+            "cpu_s": self._cpu_s,
         }  # fmt: skip
 
     def after_fork_in_child(self) -> None:
@@ -261,6 +264,7 @@ class Lane:
                 packets = self._busy = self._take()
             left = self._deliver(packets)
             self._sent_at = time.monotonic()
+            self._cpu_s = time.thread_time()
             with self._ready:
                 self._queue.extendleft(reversed(left))
                 self._bytes += sum(len(packet.payload) for packet in left)

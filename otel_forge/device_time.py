@@ -88,23 +88,26 @@ class Interval:
 class Duration:
     """A device time as a value to be recorded now and read when the step is folded."""
 
-    __slots__ = ("_interval", "_phase")
+    __slots__ = ("_interval", "_phase", "stamp")
+    is_late = True
+    """What `record_metric` knows it by."""
 
     def __init__(self, interval: Interval, phase: int | None) -> None:
         """`phase` counts from 0; None: the whole scope."""
         self._interval = interval
         self._phase = phase
+        self.stamp: Any = None
 
     def is_ready(self) -> bool:
-        """Whether `read_numbers` has its final answer."""
+        """Whether `read` has its final answer."""
         return self._interval.is_done
 
-    def read_numbers(self) -> list[float]:
-        """The seconds; nothing where they could not be had."""
+    def read(self) -> tuple[float | None, None]:
+        """(the seconds, no weight); None where they could not be had."""
         times = self._interval.times
         if times is None:
-            return []
-        return [times.total_s if self._phase is None else times.durations_s[self._phase]]
+            return None, None
+        return (times.total_s if self._phase is None else times.durations_s[self._phase]), None
 
 
 class DeviceTimer:

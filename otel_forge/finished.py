@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,9 +44,11 @@ def emit(
     step: int,
     attributes: Mapping[str, AttributeValue],
     error: Failure | None,
+    waiting: list[Any] | None = None,
 ) -> None:
-    """Give out a span; dropped, and counted, where too many wait."""
-    waiting = pipeline.spans
+    """Give out a span, to the open role if `waiting` does not say where; dropped, and counted, where too many wait."""
+    if waiting is None:
+        waiting = pipeline.waiting_spans()
     if len(waiting) >= pipeline.MAX_WAITING_SPANS:
         registry().dropped += 1
         return
@@ -96,23 +98,10 @@ class Finished:
     error: Failure | None
     device: str | None
     """As in `cuda:0`; None where only the host was measured."""
-    metrics: bool
-    """Whether metrics are wanted."""
+    waiting: list[Any]
+    """Where the spans go: the open role's, when the scope ended."""
     is_synchronized: bool
     """Whether the host's times are the device's, because it was waited for."""
-
-    def resolve(self, times: DeviceTimes | None) -> None:
-        """The device times are known, or will never be: give out what waited for them."""
-        self.emit(times)
-        stream = registry().stream
-        if stream is not None and times is not None and self.metrics:
-            for phase, seconds in zip(self.phases, times.durations_s, strict=False):
-                self._stream(stream, phase.name, seconds)
-            self._stream(stream, None, times.total_s)
-
-    def _stream(self, stream: Callable[[str, float], None], name: str | None, seconds: float) -> None:
-        for key in kept_keys.get((self.whole.name, name)) or make_keys(self.whole.name, name):
-            stream(key, seconds)
 
     def emit(self, times: DeviceTimes | None) -> None:
         """Give out the spans, with the device times if there are any."""
@@ -137,21 +126,23 @@ class Finished:
             attributes["forge.device_time_s"] = seconds
             if start_ns is not None:
                 attributes["forge.device_start_unix_nano"] = start_ns + ANCHOR_NS
-        emit(name, phase.began_ns, phase.ended_ns, phase.span_id, parent_id, self.step, attributes, error)
+        emit(name, phase.began_ns, phase.ended_ns, phase.span_id, parent_id, self.step, attributes, error, self.waiting)
 
     def record(self, interval: Interval | None) -> None:
         """Record the metrics of the open step. With an interval, durations are the device's and arrive in them later."""
-        if not self.metrics:
-            return
         for index, phase in enumerate(self.phases):
-            self._record(phase, phase.name, phase.host_s if interval is None else DeviceDuration(interval, index))
-        self._record(self.whole, None, self.whole.host_s if interval is None else DeviceDuration(interval, None))
+            self._record(phase, phase.name, interval, index)
+        self._record(self.whole, None, interval, None)
 
-    def _record(self, phase: Phase, name: str | None, duration: Any) -> None:
+    def _record(self, phase: Phase, name: str | None, interval: Interval | None, index: int | None) -> None:
         prefix = self.whole.name
         average, longest = kept_keys.get((prefix, name)) or make_keys(prefix, name)
-        record_metric(average, duration)
-        record_metric(longest, duration, Reduce.MAX)
+        if interval is None:
+            record_metric(average, phase.host_s)
+            record_metric(longest, phase.host_s, Reduce.MAX)
+        else:  # one object for each key, because a record has one stamp
+            record_metric(average, DeviceDuration(interval, index))
+            record_metric(longest, DeviceDuration(interval, index), Reduce.MAX)
         if phase.memory is not None:
             stem = prefix if name is None else f"{prefix}/{name}"
             for key, number, reduction in _memory_metrics(phase.memory):

@@ -6,15 +6,20 @@ interpreter's lock, so that no value is lost or taken twice without a lock of ou
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from otel_forge.errors import InvalidValueError, ReductionConflict, UsageError
+
+if TYPE_CHECKING:
+    from otel_forge.blocks import Deferred, DeviceBlocks
+    from otel_forge.moments import Chunk
 
 logger = logging.getLogger("otel_forge")
 
@@ -68,30 +73,72 @@ class HistogramReduce:
 Reduction: TypeAlias = "Reduce | HistogramReduce"
 
 
+class Late(Protocol):
+    """A measurement whose number is known later, without a kernel that writes it: a device time."""
+
+    stamp: Any
+    """When it was recorded, for the backends that want every record."""
+
+    def is_ready(self) -> bool:
+        """Whether `read` has its final answer."""
+        ...
+
+    def read(self) -> tuple[float | None, None]:
+        """(the number, no weight); None where it could not be had. Waits for nothing."""
+        ...
+
+
 class Series:
     """The values of one key and reduction that were recorded and not yet taken."""
 
-    __slots__ = ("deferred", "key", "reduction", "values", "weighted")
+    __slots__ = ("chunks", "deferred", "key", "reduction", "values", "weighted")
 
     def __init__(self, key: str, reduction: Reduction) -> None:
         self.key = key
         self.reduction = reduction
         self.values: list[float] = []
         self.weighted: list[tuple[float, float]] = []
-        self.deferred: list[tuple[Any, float | None]] = []
-        """Device scalars and device times (and their weight) that are read when the step is folded, never at the call."""
+        self.chunks: list[tuple[Chunk, float | None]] = []
+        """Large arrays, folded, and their weight."""
+        self.deferred: list[Deferred | Late] = []
+        """What lies on a device, or is known later, and is read when the step is folded, never at the call."""
+
+    def is_empty(self) -> bool:
+        """Whether everything was taken."""
+        return not (self.values or self.weighted or self.chunks or self.deferred)
 
 
 class Taken:
     """What `drain` took of one series."""
 
-    __slots__ = ("deferred", "series", "values", "weighted")
+    __slots__ = ("chunks", "deferred", "series", "values", "weighted")
 
-    def __init__(self, series: Series, values: list[float], weighted: list[tuple[float, float]], deferred: list[tuple[Any, float | None]]) -> None:
+    def __init__(self, series: Series, values: list[float]) -> None:
         self.series = series
         self.values = values
-        self.weighted = weighted
-        self.deferred = deferred
+        self.weighted: list[tuple[float, float]] = _take(series.weighted)
+        self.chunks: list[tuple[Chunk, float | None]] = _take(series.chunks)
+        self.deferred: list[Deferred | Late] = _take(series.deferred)
+
+    def is_ready(self) -> bool:
+        """Whether what is known later is known. (What lies on a device is waited for by `read`.)"""
+        return all(item.is_ready() for item in self.deferred)
+
+    def read(self, stream: Callable[[str, float, Any], None] | None = None) -> None:
+        """Fetch what lies on a device; waits for it, so this is the worker's to call. `stream` is given each scalar with its stamp."""
+        for item in self.deferred:
+            found, weight = item.read()
+            if found is None:
+                continue
+            if stream is not None and item.stamp is not None and isinstance(found, float):
+                stream(self.series.key, found, item.stamp)
+            if not isinstance(found, float):
+                self.chunks.append((found, weight))
+            elif weight is None:
+                self.values.append(found)
+            else:
+                self.weighted.append((found, weight))
+        self.deferred = []
 
 
 class Registry:
@@ -109,18 +156,30 @@ class Registry:
         """True while nothing drains: before `init`, so that a program that never calls it does not fill its memory."""
         self.stream: Callable[[str, float], None] | None = None
         """Called with each key and value while a backend wants every record."""
+        self.stamp: Callable[[], Any] | None = None
+        """When a record of a device tensor was made, for the backends that want every record; None without them."""
+        self.route: Callable[[], Registry | None] | None = None
+        """Which registry the current context records to, once there are several roles in the process; None: this one."""
         self.first_record: Callable[[], None] | None = None
         """Called by the next record: how a child process starts what takes its values to its parent."""
         self.dropped = 0
         self.problems: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
         self._converters: dict[type, Callable[[Any], Any]] = {}
+        self._blocks: DeviceBlocks | None = None
+        self._recomputing = threading.local()
+        self._set_aside: dict[str, tuple[Reduction, Callable[[float], None]]] | None = None
+        self._recomputes = 0
 
     # --- recording, the slow way ---------------------------------------------------------------------------------
 
     def record(self, key: str, value: Any, reduction: Reduction, weight: Any) -> None:
-        """Everything that the one-line hot path does not do: first sight of a key, other types, weights, bounds, streams."""
-        if self.off:
+        """Everything that the one-line hot path does not do: first sight of a key, other types, weights, bounds, streams, roles."""
+        target = self.route() if self.route is not None else None
+        if target is not None:
+            target.record(key, value, reduction, weight)
+            return
+        if self.off or self.is_recomputing():
             return
         try:
             if self.first_record is not None:
@@ -149,18 +208,24 @@ class Registry:
             if weight is None:
                 self.dropped += 1
                 return
-        if self.bounded and len(series.values) + len(series.weighted) + len(series.deferred) >= MAX_BEFORE_INIT:
+        waiting = len(series.values) + len(series.weighted) + len(series.deferred)
+        if self.bounded and waiting >= MAX_BEFORE_INIT:
             self.problem(
                 series.key, "full", f"{series.key!r}: {MAX_BEFORE_INIT} values wait for otel_forge.init(); further ones are dropped", UsageError
             )
             self.dropped += 1
+        elif getattr(number, "is_late", False):
+            number.stamp = self.stamp() if self.stamp is not None else None
+            series.deferred.append(number)
+        elif hasattr(weight, "device"):
+            self._defer(series, number if hasattr(number, "device") else weight.new_tensor(number), weight)
+        elif number.__class__ is float:
+            self._append_number(series, number, weight)
         elif isinstance(number, list):
             for item in number:
                 self._append_number(series, item, weight)
-        elif number.__class__ is float:
-            self._append_number(series, number, weight)
         else:
-            series.deferred.append((number, weight))
+            self._append_block(series, number, weight)
 
     def _append_number(self, series: Series, number: float, weight: float | None) -> None:
         if weight is None:
@@ -170,13 +235,39 @@ class Registry:
         if self.stream is not None:
             self.stream(series.key, number)
 
-    def _weight(self, series: Series, weight: Any) -> float | None:
+    def _append_block(self, series: Series, block: Any, weight: float | None) -> None:
+        """A large array, folded now, or a tensor on a device, read later."""
+        if hasattr(block, "device") and not hasattr(block, "ctypes"):
+            self._defer(series, block, weight)
+            return
+        from otel_forge.blocks import fold_array
+
+        chunk = fold_array(block, *_fold_of(series.reduction))
+        if chunk is not None:
+            series.chunks.append((chunk, weight))
+        else:
+            series.values.extend(block.astype("float64").ravel().tolist())
+
+    def _defer(self, series: Series, tensor: Any, weight: Any) -> None:
+        if self._blocks is None:
+            from otel_forge.blocks import DeviceBlocks
+
+            self._blocks = DeviceBlocks()
+        stamp = self.stamp() if self.stamp is not None else None
+        try:
+            series.deferred.append(self._blocks.defer(tensor, *_fold_of(series.reduction), weight, stamp))
+        except ValueError as error:
+            self.dropped += 1
+            self.problem(series.key, "capture", f"{series.key!r}: {error}", InvalidValueError)
+
+    def _weight(self, series: Series, weight: Any) -> Any:
+        """A float, a tensor on a device, or None for what is none."""
         if series.reduction is not Reduce.MEAN:
             self.problem(series.key, "weight", f"{series.key!r}: weight= has a meaning for Reduce.MEAN only, not {series.reduction}", UsageError)
             return None
         number = self._number(series.key, weight)
-        if not isinstance(number, float) and number is not None and not isinstance(number, list):
-            number = float(number.item())
+        if hasattr(number, "device") and number.numel() == 1:
+            return number
         if not isinstance(number, float) or number < 0:
             self.problem(series.key, "weight", f"{series.key!r}: weight must be a number ≥ 0, got {weight!r}", InvalidValueError)
             return None
@@ -218,7 +309,7 @@ class Registry:
                 self.known.pop(series.key, None)
 
     def _is_plain(self) -> bool:
-        return not (self.bounded or self.off or self.stream is not None)
+        return not (self.bounded or self.off or self.stream is not None or self.route is not None or self._recomputes)
 
     def _number(self, key: str, value: Any) -> Any:
         """A float, a list of floats, a device scalar to be read later, or None for what is not a number."""
@@ -255,26 +346,68 @@ class Registry:
             if count:
                 values_taken = values[:count]
                 del values[:count]
-            elif not (series.weighted or series.deferred):
+            elif series.is_empty():
                 continue
             else:
                 values_taken = []
-            taken.append(Taken(series, values_taken, _take(series.weighted), _take(series.deferred)))
+            taken.append(Taken(series, values_taken))
+        if self._blocks is not None:
+            self._blocks.mark([item for one in taken for item in one.deferred])
         return taken
 
-    def set_mode(self, *, off: bool, bounded: bool, stream: Callable[[str, float], None] | None) -> None:
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """While this thread runs a checkpointed forward again: what it records was recorded the first time, so it is left out."""
+        local = self._recomputing
+        local.depth = getattr(local, "depth", 0) + 1
+        with self._lock:
+            self._recomputes += 1
+            if self._set_aside is None:
+                self._set_aside = dict(self.known)
+                self.known.clear()
+        try:
+            yield
+        finally:
+            local.depth -= 1
+            with self._lock:
+                self._recomputes -= 1
+                if not self._recomputes and self._set_aside is not None:
+                    if self._is_plain():
+                        self.known.update(self._set_aside)
+                        for key in self._first.keys() - self._set_aside.keys():
+                            self._publish(self._first[key])
+                    self._set_aside = None
+
+    def is_recomputing(self) -> bool:
+        """Whether this thread runs a checkpointed forward again."""
+        return bool(getattr(self._recomputing, "depth", False))
+
+    def set_mode(self, *, off: bool, bounded: bool, stream: Callable[[str, float], None] | None, stamp: Callable[[], Any] | None = None) -> None:
         """Change what happens at a record, and with it which keys the hot path serves."""
         with self._lock:
             self.off, self.bounded, self.stream = off, bounded, stream
+            self.stamp = stamp
             self.known.clear()
             for series in self._first.values():
                 self._publish(series)
 
+    def set_route(self, route: Callable[[], Registry | None] | None) -> None:
+        """Ask for each record which registry it is for; None: all are for this one."""
+        self.route = route
+        self.set_mode(off=self.off, bounded=self.bounded, stream=self.stream, stamp=self.stamp)
+
+    def is_empty(self) -> bool:
+        """Whether everything that was recorded was taken."""
+        return all(series.is_empty() for series in list(self.series.values()))
+
     def after_fork_in_child(self) -> None:
         """Drop the parent's values and every lock that another thread may have held; keep the keys."""
         self._lock = threading.Lock()
+        self._blocks = None
+        self._recomputing, self._recomputes, self._set_aside = threading.local(), 0, None
+        self.route = None
         for series in self.series.values():
-            for values in (series.values, series.weighted, series.deferred):
+            for values in (series.values, series.weighted, series.chunks, series.deferred):
                 values.clear()
         self.set_mode(off=self.off, bounded=True, stream=None)
 
@@ -287,7 +420,16 @@ class Registry:
             self.problems.clear()
             self.dropped = 0
             self.first_record = None
+            self.route = None
+            self._blocks = None
             self.off, self.bounded, self.stream, self.strict = False, True, None, False
+
+
+def _fold_of(reduction: Reduction) -> tuple[str, tuple[float, ...]]:
+    """How many measurements at once are folded for it: the kind of the chunk, and bounds."""
+    if isinstance(reduction, HistogramReduce):
+        return "histogram", reduction.bounds
+    return ("std" if reduction is Reduce.STD else "plain"), ()
 
 
 def _take(items: list[Any]) -> list[Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from otel_forge import points, wire
 from otel_forge.delivery import Packet
 from otel_forge.identity import Member, Run
 from otel_forge.metrics import HistogramReduce, Reduce, Series, Taken
-from otel_forge.moments import Summary, bucket, exact_moments, summarize, weigh
+from otel_forge.moments import Chunk, Summary, bucket, exact_moments, summarize, weigh
 from otel_forge.points import AttributeValue, PointContext, ResourceTemplate, SeriesName
-from otel_forge.values import is_ready, read_deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +26,14 @@ class Sealed:
     start_unix_nano: int
     end_unix_nano: int
     taken: list[Taken]
-    extra: Mapping[str, tuple[Summary, str]] = field(default_factory=dict)
-    """Further summaries by metric name, with the name of their reduction: what the pipeline knows of itself."""
+    flush_s: float = 0.0
+    """What the flush cost its caller."""
+    values_dropped: int = 0
+    """Values that were left out up to now, since the start."""
 
     def is_ready(self) -> bool:
         """Whether every value is known; device times come later."""
-        return all(is_ready(taken.deferred) for taken in self.taken if taken.deferred)
+        return all(taken.is_ready() for taken in self.taken if taken.deferred)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +69,17 @@ class PacketBuilder:
 
     # --- values --------------------------------------------------------------------------------------------------
 
-    def values(self, sealed: Sealed) -> list[Packet]:
+    def values(self, sealed: Sealed, telemetry: Mapping[str, tuple[float, str]] | None = None) -> list[Packet]:
         """The packets of one flush: one, or as many parts as its size asks for. Each carries the contributors.
 
         A member that is kept out of global values sends an empty packet there, so that nobody waits for it, and its values beside.
+        `telemetry`: key → (value, `sum` or `max`), what telemetry says of itself.
         """
         parts = _split(sealed.taken)
         packets = []
         for part, taken in enumerate(parts):
             context = self._context(sealed, part, len(parts))
-            own = self._own(sealed, context) if part == 0 else []
+            own = self._own(sealed, telemetry or {}, context) if part == 0 else []
             head = b"".join([points.contributors(context, self._member.rank), *own])
             body = b"".join(metric for item in taken for metric in self._series(item, context))
             route = wire.ROUTE_WINDOW if self._window else wire.ROUTE_DIRECT
@@ -96,7 +98,7 @@ class PacketBuilder:
         ]  # fmt: skip
         return PointContext.of(shared, sealed.start_unix_nano, sealed.end_unix_nano)
 
-    def _own(self, sealed: Sealed, context: PointContext) -> list[bytes]:
+    def _own(self, sealed: Sealed, telemetry: Mapping[str, tuple[float, str]], context: PointContext) -> list[bytes]:
         start, end = sealed.start_unix_nano / 1e9, sealed.end_unix_nano / 1e9
         slowest = float((max(0, sealed.end_unix_nano - sealed.start_unix_nano) // 1000 << 20) + self._member.rank)
         own = {
@@ -104,43 +106,45 @@ class PacketBuilder:
             wire.STEP_END_METRIC: (_single(end), "max"),
             wire.TRACE_STEP_METRIC: (_single(float(sealed.trace_step)), "min"),
             wire.SLOWEST_METRIC: (_single(slowest), "max"),
-            **sealed.extra,
         }
-        return [points.histogram(self._name(name, reduction), context, summary) for name, (summary, reduction) in own.items()]
+        encoded = [points.histogram(self._name(name, reduction), context, summary) for name, (summary, reduction) in own.items()]
+        for key, (value, reduction) in telemetry.items():
+            name = self._name(key, reduction)
+            encoded.append(points.double_sum(name, context, value) if reduction == "sum" else points.histogram(name, context, _single(value)))
+        return encoded
 
     def _series(self, taken: Taken, context: PointContext) -> list[bytes]:
-        series, values, pairs = taken.series, taken.values, taken.weighted
-        if taken.deferred:
-            late_values, late_pairs = read_deferred(taken.deferred)
-            values, pairs = values + late_values, pairs + late_pairs
+        series, values = taken.series, taken.values
+        plain = [chunk for chunk, weight in taken.chunks if weight is None]
+        weighted = [(chunk, weight) for chunk, weight in taken.chunks if weight is not None]
         encoded = []
         nonfinite = 0
-        if pairs:
-            total = weigh(pairs)
+        if taken.weighted or weighted:
+            total = weigh(taken.weighted, weighted)
             nonfinite += total.nonfinite
             if total.weight > 0:
                 names = (self._name(series.key, "mean", wire.WEIGHTED_SUM), self._name(series.key, "mean", wire.WEIGHT))
                 encoded.append(points.weighted(names, context, total))
-        if values:
-            points_of, bad = self._fold(series, values, context)
+        if values or plain:
+            points_of, bad = self._fold(series, values, plain, context)
             encoded += points_of
             nonfinite += bad
         if nonfinite:
             encoded.append(points.double_sum(self._name(series.key, series.reduction.value, wire.NONFINITE), context, float(nonfinite)))
         return encoded
 
-    def _fold(self, series: Series, values: list[float], context: PointContext) -> tuple[list[bytes], int]:
+    def _fold(self, series: Series, values: list[float], chunks: list[Chunk], context: PointContext) -> tuple[list[bytes], int]:
         """The Metrics of unweighted values, and how many of those were not finite."""
         reduction = series.reduction
         if isinstance(reduction, HistogramReduce):
-            buckets = bucket(values, reduction.bounds)
+            buckets = bucket(values, reduction.bounds, chunks)
             name = self._name(series.key, reduction.value)
             return [points.bucketed(name, context, buckets, reduction.bounds)] if buckets.summary.count else [], buckets.summary.nonfinite
         if reduction is Reduce.STD:
-            moments = exact_moments(values)
+            moments = exact_moments(values, chunks)
             names = tuple(self._name(series.key, "std", component) for component in (wire.MOMENT_N, wire.MOMENT_X, wire.MOMENT_XX))
             return [points.moments((names[0], names[1], names[2]), context, moments)] if moments.n else [], moments.nonfinite
-        summary = summarize(values)
+        summary = summarize(values, chunks)
         if not summary.count:
             return [], summary.nonfinite
         name = self._name(series.key, reduction.value)

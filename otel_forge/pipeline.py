@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import logging
 import operator
 import os
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -55,23 +56,46 @@ is_compiling: Callable[[], bool] = _never
 """torch.compiler.is_compiling once torch is there: a scope inside a compiled region stands back, so that the graph does not break on it."""
 
 
-def _watch_compiling() -> None:
+def _watch_torch() -> None:
+    """Once torch is there, whenever that is: what it tells of compiled and of recomputed code."""
+    import wrapt
+
+    wrapt.register_post_import_hook(_torch_is_there, "torch")
+    wrapt.register_post_import_hook(_dynamo_is_there, "torch._dynamo")
+
+
+def _torch_is_there(torch: Any) -> None:
     global is_compiling
-    torch = sys.modules.get("torch")
-    if is_compiling is _never and torch is not None and hasattr(torch, "compiler"):
-        is_compiling = torch.compiler.is_compiling
+    from otel_forge.torch_hooks import watch_recomputation
+
+    is_compiling = torch.compiler.is_compiling
+    watch_recomputation()
+
+
+def _dynamo_is_there(_dynamo: Any) -> None:
+    from otel_forge.torch_hooks import record_in_graphs
+
+    record_in_graphs()
 
 
 class Pipeline:
     """From the first flush on: one member's way from records to its sender."""
 
-    def __init__(self, config: ForgeConfig, *, explicit: bool, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: ForgeConfig, *, explicit: bool, given: Mapping[str, Any], registry: metrics.Registry, root: Pipeline | None = None
+    ) -> None:
+        """`root`: the process's own pipeline, whose way to a receiver a further role shares."""
         from otel_forge.identity import process_facts
+        from otel_forge.self_observation import SelfObservation
         from otel_forge.spans import encode
         from otel_forge.worker import Worker
 
         self.config = config
         self.given = given
+        self.registry = registry
+        self.root = root
+        self.spans: list[Any] = spans if root is None else []
+        self.roles: dict[tuple[str, int], Pipeline] = {}
         self.steps = StepTracker()
         self.facts = process_facts()
         self.run_config: dict[str, Any] = dict(given["run_config"] or {})
@@ -84,14 +108,25 @@ class Pipeline:
         self._flushes = 0
         self._lock = threading.Lock()
         self._streaming: list[Any] | None = [] if self._wants_streams() else None
-        self._worker: Worker = Worker(identify=self._identify, spans=spans, stream=self._streaming, encode_spans=encode, settle=measuring.settle)
+        self._sender_lock = threading.Lock()
+        self._sender: SenderLike | None = given["sender"]
+        self._worker: Worker = Worker(
+            identify=self._identify,
+            spans=self.spans,
+            stream=self._streaming,
+            observe=SelfObservation().figures,
+            encode_spans=encode,
+            settle=measuring.settle,
+        )
         self._worker.start()
-        self._relay = self._listen()
+        self._relay = self._listen() if root is None else None
+        streaming = self._streaming is not None
+        registry.set_mode(off=False, bounded=False, stream=self.stream if streaming else None, stamp=self.stamp if streaming else None)
 
     def _listen(self) -> RelayServer | None:
         """Let child processes send what they record."""
         try:
-            relay = RelayServer(metrics.registry())
+            relay = RelayServer(self.registry)
         except OSError as error:
             logger.warning("what child processes record is not relayed: %s", error)
             return None
@@ -133,7 +168,7 @@ class Pipeline:
             destination = replace(
                 destination, shape="inprocess", modes=tuple(sorted(mode.value for mode in {*self.config.modes(), LoggingMode.GLOBAL_REDUCE}))
             )
-        sender = self._sender(destination, run.run_id, state)
+        sender = (self.root or self).sender(destination, run.run_id, state)
         device = _device_name()
         resource = resource_attributes(member, run.run_id, self.facts, device, self._user_resource())
         builder = PacketBuilder(
@@ -152,10 +187,14 @@ class Pipeline:
             sender.put(builder.control(wire.PACKET_RUN_INFO, self._run_info_sent, now))
         return Identified(run, builder, sender, builder.resource)
 
-    def _sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
-        if self.given["sender"] is not None:
-            sender: SenderLike = self.given["sender"]
-            return sender
+    def sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
+        """The process's one way to a receiver, made by whoever asks first."""
+        with self._sender_lock:
+            if self._sender is None:
+                self._sender = self._make_sender(destination, run_id, state)
+            return self._sender
+
+    def _make_sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
         if destination.shape == "inprocess":
             from otel_forge.inprocess import InProcessSender
 
@@ -208,6 +247,8 @@ class Pipeline:
     def settle(self, timeout_s: float) -> bool:
         """Wait until everything flushed so far is with its receiver."""
         deadline = time.monotonic() + timeout_s
+        for role in list(self.roles.values()):
+            role._worker.wait_idle(timeout_s)
         if not self._worker.wait_idle(timeout_s) or self._worker.identified is None:
             return False
         return self._worker.identified.sender.flush(max(0.0, deadline - time.monotonic()))
@@ -224,16 +265,16 @@ class Pipeline:
         from otel_forge.packets import Sealed
 
         self.member()
-        _watch_compiling()
+        began = time.perf_counter()
         with self._lock:
             trace_step = self.steps.opening
             occurrence = self.steps.seal(step)
             self._flushes += 1
-            taken = metrics.registry().drain()
+            taken = self.registry.drain()
             start, end = self._opened_unix_nano, time.time_ns()
             self._opened_unix_nano = end
         done = threading.Event() if wait_s is not None else None
-        self._worker.seal(Sealed(step, trace_step, occurrence, min(start, end), end, taken), done)
+        self._worker.seal(Sealed(step, trace_step, occurrence, min(start, end), end, taken, time.perf_counter() - began, self.registry.dropped), done)
         if wait_s is None or done is None:
             return True
         deadline = time.monotonic() + wait_s
@@ -252,9 +293,17 @@ class Pipeline:
 
         assert self._streaming is not None
         with self._lock:
-            sequence = self._stream_sequence
-            self._stream_sequence = sequence + 1
-            self._streaming.append(StreamPoint(key, value, time.time_ns(), self.steps.opening, sequence))
+            self._streaming.append(StreamPoint(key, value, *self._stamp()))
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Time, step and place in the order of a record whose value is read later."""
+        with self._lock:
+            return self._stamp()
+
+    def _stamp(self) -> tuple[int, int, int]:
+        sequence = self._stream_sequence
+        self._stream_sequence = sequence + 1
+        return time.time_ns(), self.steps.opening, sequence
 
     def set_run_config(self, values: Mapping[str, Any]) -> None:
         """Merge into the run's configuration, and send it again if it was sent."""
@@ -270,25 +319,40 @@ class Pipeline:
         if self._relay is not None:
             self._relay.close()
             os.environ.pop(ENV_RELAY, None)
-        if any(series.values or series.weighted or series.deferred for series in metrics.registry().series.values()):
-            self.flush(self.steps.opening, None)
-        if self._worker.identified is not None or self.steps.last_flushed is not None or spans or measuring.is_pending():
-            self._worker.wait_idle(timeout_s)
-            code = exit_code if exit_code is not None else self.exit_code
-            self._worker.control(wire.PACKET_LAST, {"exit_code": 0 if code is None else code, "flushes": self._flushes})
-        self._worker.stop(max(0.1, deadline - time.monotonic()))
-        identified = self._worker.identified
-        if identified is None:
+        for pipeline in [*self.roles.values(), self]:
+            pipeline.finish(deadline, exit_code if exit_code is not None else self.exit_code)
+        if self._sender is None:
             return DeliveryReport(delivered=0, spilled=0, dropped=0)
-        return identified.sender.shutdown(max(0.1, deadline - time.monotonic()))
+        return self._sender.shutdown(max(0.1, deadline - time.monotonic()))
+
+    def finish(self, deadline: float, exit_code: int | None) -> None:
+        """Hand what is left of this member to the sender, and say that it is done; then its worker ends."""
+        if not self.registry.is_empty():
+            self.flush(self.steps.opening, None)
+        if self._worker.identified is not None or self.steps.last_flushed is not None or self.spans or measuring.is_pending():
+            self._worker.wait_idle(max(0.1, deadline - time.monotonic()))
+            self._worker.control(wire.PACKET_LAST, {"exit_code": exit_code or 0, "flushes": self._flushes})
+        self._worker.stop(max(0.1, deadline - time.monotonic()))
+        self.registry.set_mode(off=True, bounded=False, stream=None)
+
+    def role(self, name: str, replica: int, rank: int | None, world_size: int | None) -> Pipeline:
+        """The pipeline of a further member in this process, made at first sight."""
+        with self._lock:
+            found = self.roles.get((name, replica))
+            if found is None:
+                given = {**self.given, "role": name, "replica": replica, "rank": rank, "world_size": world_size, "run_id": self.given["run_id"]}
+                found = Pipeline(self.config, explicit=self._explicit, given=given, registry=metrics.Registry(), root=self)
+                found.registry.strict = self.registry.strict
+                self.roles[name, replica] = found
+            return found
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's data to the parent; what the child records is relayed to it."""
         if self._relay is not None:
             self._relay.close()
-            arm(metrics.registry(), self._relay.path)
-        if self._worker.identified is not None:
-            self._worker.identified.sender.after_fork_in_child()
+            arm(self.registry, self._relay.path)
+        if self._sender is not None:
+            self._sender.after_fork_in_child()
 
 
 def _device_name() -> str:
@@ -319,6 +383,10 @@ _hooked = False
 _early_steps = StepTracker()
 """The step before `init` and while telemetry is off: `get_step` works all the same."""
 _previous_excepthook: Any = None
+_role: contextvars.ContextVar[Pipeline | None] = contextvars.ContextVar("otel_forge_role", default=None)
+"""The further member that this context acts as; None: the process's own."""
+several_roles = False
+"""Whether any context ever acted as a further member."""
 
 
 if os.environ.get(ENV_RELAY):
@@ -326,8 +394,45 @@ if os.environ.get(ENV_RELAY):
 
 
 def current() -> Pipeline | None:
-    """The pipeline between `init` and `shutdown`."""
-    return _pipeline
+    """The pipeline between `init` and `shutdown`: the process's own, or that of the role this context acts as."""
+    if not several_roles:
+        return _pipeline
+    return _role.get() or _pipeline
+
+
+def waiting_spans() -> list[Any]:
+    """Where a span that finished in this context goes."""
+    if not several_roles:
+        return spans
+    found = _role.get()
+    return found.spans if found is not None else spans
+
+
+@contextlib.contextmanager
+def role(name: str, *, replica: int = 0, rank: int | None = None, world_size: int | None = None) -> Iterator[None]:
+    """Act as another member inside the block: its values, steps and spans are its own, and it flushes for itself.
+
+    For a process in which several loops run, a trainer and a generator say, each in its thread or asyncio task; a thread enters it itself. `rank`
+    and `world_size` are those of the role, by default the process's. Needs `init`; without, the block changes nothing.
+    """
+    global several_roles
+    if _pipeline is None:
+        yield
+        return
+    found = _pipeline.role(name, replica, rank, world_size)
+    if not several_roles:
+        several_roles = True
+        metrics.registry().set_route(_registry_of_context)
+    token = _role.set(found)
+    try:
+        yield
+    finally:
+        _role.reset(token)
+
+
+def _registry_of_context() -> metrics.Registry | None:
+    found = _role.get()
+    return found.registry if found is not None else None
 
 
 def init(
@@ -362,17 +467,15 @@ def init(
         explicit = config is not None and not isinstance(config, (str, os.PathLike))
         given: dict[str, Any] = {"role": role, "replica": replica, "rank": rank, "world_size": world_size, "run_id": run_id}
         given |= {"run_config": run_config, "contribute": contribute, "sender": sender}
-        pipeline = Pipeline(load_config(config), explicit=explicit, given=given)
-        if _early_steps.opening:
-            pipeline.steps.set(_early_steps.opening)
         registry = metrics.registry()
         registry.strict = strict
         registry.first_record = None
-        registry.set_mode(off=False, bounded=False, stream=pipeline.stream if pipeline._streaming is not None else None)
+        pipeline = Pipeline(load_config(config), explicit=explicit, given=given, registry=registry)
+        if _early_steps.opening:
+            pipeline.steps.set(_early_steps.opening)
         _pipeline = pipeline
         recording_spans = pipeline.config.tracing.enabled
         measuring.configure(timer=pipeline.config.tracing.timer, track_memory=pipeline.config.tracing.track_memory)
-        _watch_compiling()
         _install_hooks()
 
 
@@ -381,6 +484,7 @@ def _install_hooks() -> None:
     if _hooked:
         return
     _hooked = True
+    _watch_torch()
     atexit.register(shutdown)
     os.register_at_fork(after_in_child=_after_fork_in_child)
     _previous_excepthook = sys.excepthook
@@ -406,8 +510,9 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 def _after_fork_in_child() -> None:
     """A child owns none of the parent's data and has none of its threads."""
-    global _pipeline, _init_lock, recording_spans
+    global _pipeline, _init_lock, recording_spans, several_roles
     pipeline, _pipeline = _pipeline, None
+    several_roles = False
     recording_spans = False
     _init_lock = threading.Lock()
     spans.clear()
@@ -433,7 +538,7 @@ def flush(step: int, *, wait_s: float | None = None) -> bool:
 
     With `wait_s` it waits up to so many seconds and tells whether the step was acknowledged; without, True means queued. False before `init`.
     """
-    pipeline = _pipeline
+    pipeline = current()
     if pipeline is None:
         _early_steps.seal(_step_number(step, _early_steps.opening))
         return False
@@ -446,13 +551,15 @@ def flush(step: int, *, wait_s: float | None = None) -> bool:
 
 def set_step(step: int) -> None:
     """Name the step that is open now: spans and streamed records carry it."""
-    steps = _pipeline.steps if _pipeline is not None else _early_steps
+    pipeline = current()
+    steps = pipeline.steps if pipeline is not None else _early_steps
     steps.set(_step_number(step, steps.opening))
 
 
 def get_step() -> int:
     """The open step: the one given to `set_step`, else the last flushed one + 1, else 0."""
-    return (_pipeline.steps if _pipeline is not None else _early_steps).opening
+    pipeline = current()
+    return (pipeline.steps if pipeline is not None else _early_steps).opening
 
 
 def set_run_config(values: Mapping[str, Any]) -> None:
@@ -466,7 +573,7 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
 
     `exit_code` is the run's; by default 0, or 1 after an uncaught exception. Runs by itself when the program ends.
     """
-    global _pipeline, recording_spans
+    global _pipeline, recording_spans, several_roles
     from otel_forge.delivery import DeliveryReport
 
     with _init_lock:
@@ -478,6 +585,8 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
         report = pipeline.shutdown(timeout_s, exit_code)
     finally:
         measuring.close()
+        several_roles = False
+        metrics.registry().route = None
         metrics.registry().set_mode(off=True, bounded=False, stream=None)
     if report.dropped:
         logger.warning("otel-forge: %d packets delivered, %d kept on disk, %d lost", report.delivered, report.spilled, report.dropped)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from otel_forge import measuring
 from otel_forge.metrics import HistogramReduce, Reduce, Reduction, Registry
-from otel_forge.values import read_deferred
+from otel_forge.moments import Chunk
 
 logger = logging.getLogger("otel_forge")
 
@@ -75,6 +76,7 @@ class RelayServer:
             if series is not None:
                 series.values.extend(item["values"])
                 series.weighted.extend((value, weight) for value, weight in item["weighted"])
+                series.chunks.extend((Chunk(*numbers), weight) for numbers, weight in item["chunks"])
 
     def close(self) -> None:
         """Stop listening. In a forked child: only close the copies of the sockets."""
@@ -121,11 +123,12 @@ class RelayClient:
             measuring.settle(patience_s)
             batch: list[dict[str, Any]] = []
             for item in taken:
-                values, pairs = read_deferred(item.deferred)
+                item.read()
                 reduction = item.series.reduction
                 bounds = reduction.bounds if isinstance(reduction, HistogramReduce) else None
                 fields = {"key": item.series.key, "reduction": reduction.value, "bounds": bounds}
-                batch.append({**fields, "values": item.values + values, "weighted": item.weighted + pairs})
+                chunks = [(dataclasses.astuple(chunk), weight) for chunk, weight in item.chunks]
+                batch.append({**fields, "values": item.values, "weighted": item.weighted, "chunks": chunks})
             if not batch:
                 return
             body = json.dumps(batch).encode()

@@ -281,13 +281,14 @@ class Tracer:
             step=self._step,
             error=error,
             device=measured.device_label(),
-            metrics=self._options.metrics,
+            waiting=pipeline.waiting_spans(),
             is_synchronized=measured.is_synchronized,
         )
-        interval = measured.resolve(finished.resolve)
+        interval = measured.resolve(finished.emit)
         if interval is None:
             finished.emit(None)
-        finished.record(interval)
+        if self._options.metrics:
+            finished.record(interval)
 
 
 class trace:

@@ -7,15 +7,17 @@ import fractions
 from collections.abc import Callable
 from typing import Any
 
+LISTED_UP_TO = 1024
+"""Elements of an array that are taken one by one, summed exactly; a larger one is folded vectorised."""
 NOT_A_NUMBER = "a value must be a number (float, int, bool, Decimal, numpy or torch scalar or array)"
 
 
 def converter(kind: type) -> Callable[[Any], Any]:
-    """The function that turns values of this type into a float, a list of floats, or a device tensor to be read later.
+    """The function that turns values of this type into a float, a list of floats, a large numpy array, or a tensor on a device.
 
     That function raises TypeError or ValueError, with a text that says what would have been right.
     """
-    if hasattr(kind, "read_numbers"):
+    if getattr(kind, "is_late", False):
         return _late
     if issubclass(kind, (str, bytes)):
         return _refuse
@@ -49,19 +51,32 @@ def _array(value: Any) -> Any:
         raise TypeError(f"{NOT_A_NUMBER}, got a numpy array of {value.dtype}")
     if value.size == 1:
         return float(value.item())
-    return value.astype("float64").ravel().tolist()
+    return value.astype("float64").ravel().tolist() if value.size <= LISTED_UP_TO else value
 
 
 def _tensor(value: Any) -> Any:
     if value.is_complex():
         raise TypeError(f"{NOT_A_NUMBER}, got a complex tensor")
-    if value.device.type != "cpu":
+    if not is_host(value):
         if value.device.type == "meta":
             raise ValueError("a meta tensor has no value")
-        return value.detach().clone()
+        return value
     if value.numel() == 1:
         return float(value.item())
-    return value.detach().double().flatten().tolist()
+    flat = value.detach().double().flatten()
+    return flat.tolist() if value.numel() <= LISTED_UP_TO else _as_array(flat)
+
+
+def _as_array(flat: Any) -> Any:
+    try:
+        return flat.numpy()
+    except RuntimeError:  # a torch without numpy
+        return flat.tolist()
+
+
+def is_host(tensor: Any) -> bool:
+    """Whether reading a tensor waits for no device."""
+    return bool(tensor.device.type == "cpu")
 
 
 def _dtensor(value: Any) -> Any:
@@ -70,25 +85,3 @@ def _dtensor(value: Any) -> Any:
             f"a DTensor that is {value.placements} has no value on this rank alone; record `x.full_tensor()` (a collective) or `x.to_local()`"
         )
     return _tensor(value.to_local())
-
-
-def is_ready(items: list[tuple[Any, float | None]]) -> bool:
-    """Whether all can be read without a wait. What has no `is_ready` is taken as it is."""
-    return all(ready() for ready in (getattr(item, "is_ready", None) for item, _ in items) if ready is not None)
-
-
-def read_deferred(items: list[tuple[Any, float | None]]) -> tuple[list[float], list[tuple[float, float]]]:
-    """(values, weighted pairs) of device tensors, read with one transfer per device and kind. Called off the training thread."""
-    values: list[float] = []
-    weighted: list[tuple[float, float]] = []
-    for tensor, weight in items:
-        if hasattr(tensor, "read_numbers"):
-            numbers = tensor.read_numbers()
-        else:
-            numbers = tensor.double().flatten().tolist() if tensor.device.type != "mps" else tensor.cpu().double().flatten().tolist()
-        for number in numbers:
-            if weight is None:
-                values.append(number)
-            else:
-                weighted.append((number, weight))
-    return values, weighted

@@ -66,6 +66,7 @@ class Worker:
         identify: Callable[[Callable[[], bool]], Identified],
         spans: list[Any],
         stream: list[StreamPoint] | None,
+        observe: Callable[[Sealed, Mapping[str, float]], Mapping[str, tuple[float, str]]],
         encode_spans: Callable[[list[Any], Mapping[str, AttributeValue], str, int], bytes],
         settle: Callable[[float], None] | None = None,
     ) -> None:
@@ -76,6 +77,7 @@ class Worker:
         self._identify = identify
         self._spans = spans
         self._stream = stream
+        self._observe = observe
         self._encode_spans = encode_spans
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._identified: Identified | None = None
@@ -181,13 +183,20 @@ class Worker:
 
     def _send_now(self, sealed: Sealed, done: threading.Event | None) -> None:
         try:
-            for packet in self._known().builder.values(sealed):
-                self._put(packet)
+            known = self._known()
+            for taken in sealed.taken:
+                taken.read(self._stream_late if self._stream is not None else None)
+            for packet in known.builder.values(sealed, self._observe(sealed, known.sender.stats())):
+                known.sender.put(packet)
             if len(self._spans) >= SPANS_AT_ONCE or time.monotonic() - self._spans_sent >= SPANS_EVERY_S:
                 self._send_spans()
         finally:
             if done is not None:
                 done.set()
+
+    def _stream_late(self, key: str, value: float, stamp: tuple[int, int, int]) -> None:
+        assert self._stream is not None
+        self._stream.append(StreamPoint(key, value, *stamp))
 
     def _send_spans(self) -> None:
         self._spans_sent = time.monotonic()

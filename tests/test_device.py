@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import otel_forge
-from otel_forge import LoggingMode, Tracer, device, measuring, metrics, span, trace
+from otel_forge import LoggingMode, Tracer, device, measuring, metrics, pipeline, span, trace
 from otel_forge.device import TorchAccelerator
 from otel_forge.device_time import DeviceTimer
 from otel_forge.errors import ExperimentalWarning
@@ -115,7 +115,7 @@ def test_a_flush_waits_for_the_device_off_the_training_thread_and_keeps_the_step
 
 
 def test_a_flush_is_not_acknowledged_before_its_device_times_are_known(cuda: FakeCuda, captured: Captured) -> None:
-    current = otel_forge.pipeline.current()
+    current = pipeline.current()
     assert current is not None
     otel_forge.record_metric("loss", 1.0)
     assert otel_forge.flush(0, wait_s=10)
@@ -298,7 +298,7 @@ def test_streams_have_the_device_s_times_too(cuda: FakeCuda) -> None:
             pass
         cuda.advance(S)
         otel_forge.flush(0, wait_s=10)
-        current = otel_forge.pipeline.current()
+        current = pipeline.current()
         assert current is not None
         assert current.settle(10)
         values = {key: value for row in captured.rows for key, value in row["metrics"].items() if not key.startswith("forge/")}
@@ -321,6 +321,29 @@ def test_a_child_process_relays_device_times_once_they_are_known(cuda: FakeCuda)
     server.close()
     (series,) = [series for series in member.series.values() if series.key == "t/total_duration_avg_s"]
     assert series.values == pytest.approx([0.2], abs=1e-3)
+
+
+def test_a_scope_s_spans_and_metrics_go_to_the_role_it_ended_in(cuda: FakeCuda, captured: Captured) -> None:
+    """Although the device's time is known when another role is open."""
+    with otel_forge.role("generator"):
+        with trace("t"):
+            cuda.current_stream(0).launch(200 * MS)
+        otel_forge.flush(0)
+    otel_forge.flush(0)
+    cuda.advance(S)
+    deadline = time.monotonic() + 10
+    while len(captured.rows) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    rows = {row["role"]: _own(row) for row in captured.rows}
+    assert set(rows) == {"trainer", "generator"}
+    assert rows["generator"]["t/total_duration_avg_s"] == pytest.approx(0.2, abs=1e-3)
+    assert rows["trainer"] == {}
+    current = pipeline.current()
+    assert current is not None
+    assert pipeline.spans == []
+    (generator,) = current.roles.values()
+    assert generator.settle(10)
+    assert [item.name for item in captured.spans] == ["t"]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -218,3 +220,78 @@ def test_forked_children_keep_nothing_of_their_parent_s_and_end() -> None:
             assert os.waitpid(child, 0)[1] == 0
         otel_forge.flush(0)
         assert _metrics(captured.rows[0]) == {"x": 1.0}
+
+
+def test_two_roles_in_one_process_each_flush_their_own_steps() -> None:
+    """A trainer and a generator as asyncio tasks: neither sees the other's values, steps or spans."""
+
+    async def loop(name: str, first: int) -> None:
+        with otel_forge.role(name):
+            for step in range(first, first + 3):
+                record_metric("loss", float(step))
+                await asyncio.sleep(0)
+                with otel_forge.span(f"{name}/work"):
+                    await asyncio.sleep(0)
+                assert otel_forge.get_step() == (step if step > first else 0)
+                otel_forge.flush(step)
+
+    async def both() -> None:
+        await asyncio.gather(loop("generator", 0), loop("judge", 100))
+
+    with capture() as captured:
+        record_metric("own", 1.0)
+        asyncio.run(both())
+        record_metric("own", 2.0)
+        otel_forge.flush(7)
+        rows = captured.rows
+        spans = captured.spans
+    found = {(row["role"], row["step"]): {k: v for k, v in row["metrics"].items() if not k.startswith("forge/")} for row in rows}
+    expected: dict[tuple[str, int], dict[str, float]] = {("generator", step): {"loss": float(step)} for step in range(3)}
+    expected |= {("judge", step): {"loss": float(step)} for step in range(100, 103)} | {("trainer", 7): {"own": 1.5}}
+    assert found == expected
+    assert sorted(span.name for span in spans) == ["generator/work"] * 3 + ["judge/work"] * 3
+
+
+def test_what_a_role_recorded_after_its_last_flush_goes_out_at_shutdown() -> None:
+    with capture() as captured:
+        with otel_forge.role("generator"):
+            otel_forge.flush(4)
+            record_metric("late", 1.0)
+        otel_forge.shutdown()
+        rows = captured.rows
+    assert [(row["role"], row["step"], row["metrics"].get("late")) for row in rows] == [("generator", 4, None), ("generator", 5, 1.0)]
+
+
+def test_telemetry_says_what_it_costs_once_per_step() -> None:
+    with capture(strict=False) as captured:
+        for step in range(2):
+            for _ in range(5):
+                record_metric("loss", 1.0)
+            record_metric("loss", "rubbish" if step else 1.0)
+            otel_forge.flush(step)
+        first, second = ({k.removeprefix("forge/telemetry/"): v for k, v in row["metrics"].items() if "telemetry" in k} for row in captured.rows)
+    assert first.keys() == {"records", "flush_time_s", "thread_cpu_s"}
+    assert (first["records"], second["records"], second["values_dropped"]) == (6.0, 5.0, 1.0)
+    assert 0 < first["flush_time_s"] < 1
+    assert 0 < second["thread_cpu_s"] < 1
+
+
+def test_every_record_of_a_device_scalar_is_streamed_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from otel_forge import values
+
+    monkeypatch.setattr(values, "is_host", lambda tensor: False)
+    with capture(modes=(LoggingMode.GLOBAL_REDUCE, LoggingMode.PER_RANK_NO_REDUCE)) as captured:
+        for value in (1.0, 2.0, 3.0):
+            record_metric("loss", torch.tensor(value))
+            time.sleep(0.01)
+        otel_forge.flush(0)
+        captured.rows  # noqa: B018 - waits until the values were read
+        rows = captured.rows
+    streamed = [row for row in rows if row["mode"] == "per_rank_no_reduce"]
+    assert [row["metrics"] for row in streamed] == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
+    times = [row["time_unix"] for row in streamed]
+    assert times[1] - times[0] > 0.009
+    assert times[2] - times[1] > 0.009
+    assert [row["metrics"]["loss"] for row in rows if row["mode"] == "global_reduce"] == [2.0]

@@ -16,10 +16,12 @@ from otel_forge.config import WandbConfig
 from otel_forge.errors import ConfigError
 from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.rows import HistogramValue, Row
-from otel_forge_exporters.wandb_files import logged_rows
+from otel_forge_exporters.wandb_files import is_finished, logged_rows
 
 AXIS = "global_step"
 INIT_TIMEOUT_S = 30
+LOG_CLOSED_WITHIN_S = 10.0
+"""`finish` may return before wandb-core has written the end of its log; who reopens the run reads that log."""
 SUMMARY_EVERY_S = 10.0
 """A summary costs a record for each key; the highest step's is written so often, and at the end."""
 _SETTINGS: dict[str, Any] = {
@@ -202,7 +204,12 @@ class _OpenRun:
 
     def finish(self, exit_code: int) -> None:
         self._summarize()
+        settings = self._run.settings
+        log = Path(settings.sync_dir) / f"run-{self._run.id}.wandb"
         self._run.finish(exit_code=exit_code)
+        deadline = time.monotonic() + LOG_CLOSED_WITHIN_S
+        while log.parent.exists() and not is_finished(log) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def location(self) -> str | None:
         settings = self._run.settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import struct
@@ -38,10 +39,30 @@ def records(path: Path) -> Iterator[Any]:
         yield record
 
 
-def _chunks(log: bytes) -> Iterator[bytes]:
-    if len(log) < _FILE_HEADER.size or _FILE_HEADER.unpack_from(log)[0] != b":W&B":
+def is_finished(path: Path) -> bool:
+    """Whether the log ends with the record of the run's exit; only its last blocks are read."""
+    from wandb.proto import wandb_internal_pb2
+
+    try:
+        with path.open("rb") as log:
+            start = max(0, log.seek(0, 2) // _BLOCK_BYTES - 1) * _BLOCK_BYTES
+            log.seek(start)
+            tail = log.read()
+    except OSError:
+        return False
+    for data in _chunks(tail, at_start=start == 0):
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+        with contextlib.suppress(Exception):  # the first one may have begun before the tail
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "exit":
+                return True
+    return False
+
+
+def _chunks(log: bytes, *, at_start: bool = True) -> Iterator[bytes]:
+    if at_start and (len(log) < _FILE_HEADER.size or _FILE_HEADER.unpack_from(log)[0] != b":W&B"):
         return
-    position = _FILE_HEADER.size
+    position = _FILE_HEADER.size if at_start else 0
     whole = b""
     while position + _CHUNK.size <= len(log):
         left = _BLOCK_BYTES - position % _BLOCK_BYTES
