@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test lint format bench gpu-check clean
 
 setup: $(STAMP)
 	@$(BIN)/otel-forge collector install
@@ -34,6 +34,11 @@ format: $(STAMP)
 
 bench: setup
 	@$(BIN)/otel-forge bench
+
+# Without a GPU: one line that says so. With one: the tests that need it, and figures.
+gpu-check: $(STAMP)
+	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "gpu-check: torch sees no GPU here, nothing was checked"; exit 0; }; \
+	$(BIN)/python -m pytest tests/gpu -m gpu -s
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

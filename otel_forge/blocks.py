@@ -39,6 +39,10 @@ class Deferred:
         self.stamp = stamp
         """When it was recorded, for the backends that want every record; else None."""
 
+    def is_ready(self) -> bool:
+        """It can always be read: `read` waits."""
+        return True
+
     def read(self) -> tuple[float | Chunk, float | None]:
         """Its number or fold, and its weight; waits for the device, so it is called by the worker only."""
         numbers = self.slab.read()[self.start : self.stop]
@@ -192,9 +196,9 @@ class DeviceBlocks:
         counts = torch.zeros(len(bounds) + 1, dtype=torch.float64, device=values.device)
         return torch.cat((plain, counts.scatter_add_(0, torch.bucketize(values, edges), finite.double())))
 
-    def mark(self, deferred: Iterable[Deferred]) -> None:
+    def mark(self, deferred: Iterable[Any]) -> None:
         """The slabs of these can be read now; what comes next goes into new ones."""
-        for slab in {item.slab for item in deferred}:
+        for slab in {item.slab for item in deferred if isinstance(item, Deferred)}:
             slab.mark()
         self._open.clear()
 

@@ -8,6 +8,9 @@ ForgeError
 ├── ServerError            a Collector, Jaeger or exporter process could not be got, started or stopped
 │   └── BinaryNotFound     no Collector or Jaeger binary, and none could be fetched or built
 └── StateError             the state directory cannot be used
+
+UserWarning
+└── ExperimentalWarning    something that may change, or was not checked everywhere yet, is used for the first time
 """
 
 from __future__ import annotations
@@ -49,3 +52,7 @@ class BinaryNotFound(ServerError):
 
 class StateError(ForgeError):
     """The state directory cannot be used."""
+
+
+class ExperimentalWarning(UserWarning):
+    """Something is used that may change, or was not checked everywhere yet; said once per process."""

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from otel_forge.errors import InvalidValueError, ReductionConflict, UsageError
 
@@ -73,6 +73,21 @@ class HistogramReduce:
 Reduction: TypeAlias = "Reduce | HistogramReduce"
 
 
+class Late(Protocol):
+    """A measurement whose number is known later, without a kernel that writes it: a device time."""
+
+    stamp: Any
+    """When it was recorded, for the backends that want every record."""
+
+    def is_ready(self) -> bool:
+        """Whether `read` has its final answer."""
+        ...
+
+    def read(self) -> tuple[float | None, None]:
+        """(the number, no weight); None where it could not be had. Waits for nothing."""
+        ...
+
+
 class Series:
     """The values of one key and reduction that were recorded and not yet taken."""
 
@@ -85,8 +100,8 @@ class Series:
         self.weighted: list[tuple[float, float]] = []
         self.chunks: list[tuple[Chunk, float | None]] = []
         """Large arrays, folded, and their weight."""
-        self.deferred: list[Deferred] = []
-        """What lies on a device and is read when the step is folded, never at the call."""
+        self.deferred: list[Deferred | Late] = []
+        """What lies on a device, or is known later, and is read when the step is folded, never at the call."""
 
     def is_empty(self) -> bool:
         """Whether everything was taken."""
@@ -103,12 +118,18 @@ class Taken:
         self.values = values
         self.weighted: list[tuple[float, float]] = _take(series.weighted)
         self.chunks: list[tuple[Chunk, float | None]] = _take(series.chunks)
-        self.deferred: list[Deferred] = _take(series.deferred)
+        self.deferred: list[Deferred | Late] = _take(series.deferred)
+
+    def is_ready(self) -> bool:
+        """Whether what is known later is known. (What lies on a device is waited for by `read`.)"""
+        return all(item.is_ready() for item in self.deferred)
 
     def read(self, stream: Callable[[str, float, Any], None] | None = None) -> None:
         """Fetch what lies on a device; waits for it, so this is the worker's to call. `stream` is given each scalar with its stamp."""
         for item in self.deferred:
             found, weight = item.read()
+            if found is None:
+                continue
             if stream is not None and item.stamp is not None and isinstance(found, float):
                 stream(self.series.key, found, item.stamp)
             if not isinstance(found, float):
@@ -193,6 +214,9 @@ class Registry:
                 series.key, "full", f"{series.key!r}: {MAX_BEFORE_INIT} values wait for otel_forge.init(); further ones are dropped", UsageError
             )
             self.dropped += 1
+        elif getattr(number, "is_late", False):
+            number.stamp = self.stamp() if self.stamp is not None else None
+            series.deferred.append(number)
         elif hasattr(weight, "device"):
             self._defer(series, number if hasattr(number, "device") else weight.new_tensor(number), weight)
         elif number.__class__ is float:

@@ -31,6 +31,10 @@ class Sealed:
     values_dropped: int = 0
     """Values that were left out up to now, since the start."""
 
+    def is_ready(self) -> bool:
+        """Whether every value is known; device times come later."""
+        return all(taken.is_ready() for taken in self.taken if taken.deferred)
+
 
 @dataclass(frozen=True, slots=True)
 class StreamPoint:

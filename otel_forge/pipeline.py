@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from otel_forge import metrics, wire
+from otel_forge import measuring, metrics, wire
 from otel_forge.errors import InvalidValueError
 from otel_forge.modes import LoggingMode
 from otel_forge.relay import ENV_RELAY, RelayServer, arm
@@ -116,7 +116,12 @@ class Pipeline:
         self._instruments = Instruments()
         self._sender: SenderLike | None = given["sender"]
         self._worker: Worker = Worker(
-            identify=self._identify, spans=self.spans, stream=self._streaming, observe=SelfObservation().figures, encode_spans=encode
+            identify=self._identify,
+            spans=self.spans,
+            stream=self._streaming,
+            observe=SelfObservation().figures,
+            encode_spans=encode,
+            settle=measuring.settle,
         )
         self._worker.start()
         self._relay = self._listen() if root is None else None
@@ -290,7 +295,8 @@ class Pipeline:
         if wait_s is None or done is None:
             return True
         deadline = time.monotonic() + wait_s
-        done.wait(wait_s)
+        if not done.wait(wait_s):
+            return False
         identified = self._worker.identified
         return identified is not None and identified.sender.flush(max(0.0, deadline - time.monotonic()))
 
@@ -341,7 +347,7 @@ class Pipeline:
         """Hand what is left of this member to the sender, and say that it is done; then its worker ends."""
         if not self.registry.is_empty():
             self.flush(self.steps.opening, None)
-        if self._worker.identified is not None or self.steps.last_flushed is not None or self.spans:
+        if self._worker.identified is not None or self.steps.last_flushed is not None or self.spans or measuring.is_pending():
             self._worker.wait_idle(max(0.1, deadline - time.monotonic()))
             self._worker.control(wire.PACKET_LAST, {"exit_code": exit_code or 0, "flushes": self._flushes})
         self._worker.stop(max(0.1, deadline - time.monotonic()))
@@ -494,6 +500,7 @@ def init(
             pipeline.steps.set(_early_steps.opening)
         _pipeline = pipeline
         recording_spans = pipeline.config.tracing.enabled
+        measuring.configure(timer=pipeline.config.tracing.timer, track_memory=pipeline.config.tracing.track_memory)
         _install_hooks()
 
 
@@ -602,6 +609,7 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
     try:
         report = pipeline.shutdown(timeout_s, exit_code)
     finally:
+        measuring.close()
         several_roles = False
         metrics.registry().route = None
         metrics.registry().set_mode(off=True, bounded=False, stream=None)
@@ -614,6 +622,7 @@ def reset() -> None:
     """Back to the state before the first `init`, for tests: shuts down, forgets keys, steps and spans."""
     global _early_steps
     shutdown(timeout_s=1.0)
+    measuring.reset()
     metrics.registry().clear()
     spans.clear()
     _early_steps = StepTracker()

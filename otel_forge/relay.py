@@ -18,6 +18,7 @@ import tempfile
 import threading
 from typing import Any
 
+from otel_forge import measuring
 from otel_forge.metrics import HistogramReduce, Reduce, Reduction, Registry
 from otel_forge.moments import Chunk
 
@@ -115,10 +116,11 @@ class RelayClient:
         while not self._stopping.wait(SEND_EVERY_S):
             self.send()
 
-    def send(self) -> None:
-        """Send what was recorded up to now, and wait until the member has it."""
+    def send(self, patience_s: float = 10.0) -> None:
+        """Send what was recorded up to now, and wait until the member has it; `patience_s` for device times that are not known yet."""
         with self._lock:
             taken = self._registry.drain()
+            measuring.settle(patience_s)
             batch: list[dict[str, Any]] = []
             for item in taken:
                 item.read()
@@ -153,7 +155,7 @@ class RelayClient:
         """Send the rest and stop."""
         if not self._stopping.is_set():
             self._stopping.set()
-            self.send()
+            self.send(patience_s=2.0)
             if self._connection is not None:
                 self._connection.close()
 

@@ -1,42 +1,37 @@
-"""`Tracer`, `trace` and `span`: scopes of host time as spans and metrics. It must not know how spans travel.
+"""`Tracer`, `trace` and `span`: scopes as spans and metrics. It must not know how spans travel, or how a device is measured.
 
-A scope costs two clock reads, an object and a list append. The parent of a scope is a context variable, so threads and asyncio tasks nest each on
-their own, and a copied context carries the parent along.
+A scope of host time costs two clock reads, an object and a list append. The parent of a scope is a context variable, so threads and asyncio tasks
+nest each on their own, and a copied context carries the parent along.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import inspect
-import logging
+import itertools
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from otel_forge import pipeline
-from otel_forge.metrics import Reduce, record_metric, registry
+from otel_forge import measuring, pipeline
+from otel_forge.decorating import decorate
+from otel_forge.finished import Failure, Finished, Phase, emit, failure, kept_keys, make_keys
+from otel_forge.measuring import Measurement
+from otel_forge.metrics import Reduce, record_metric
+from otel_forge.notices import reset_notices, warn_once
 from otel_forge.points import AttributeValue
-from otel_forge.spans import SpanRecord
-
-logger = logging.getLogger("otel_forge")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _clock = time.perf_counter_ns
-_anchor = time.time_ns() - time.perf_counter_ns()
-"""Unix time minus the monotonic clock, read once: a jump of the wall clock never makes a duration wrong."""
 _new_id = random.Random(os.urandom(16)).getrandbits
 _parent: contextvars.ContextVar[int] = contextvars.ContextVar("otel_forge_parent", default=0)
 """The span id that a new scope hangs under; 0: the step's root."""
-_said: set[str] = set()
-MAX_KEPT_KEYS = 10_000
 
 
 def _reseed() -> None:
@@ -47,38 +42,13 @@ def _reseed() -> None:
 os.register_at_fork(after_in_child=_reseed)
 
 
-def _warn_once(kind: str, text: str) -> None:
-    if kind not in _said:
-        _said.add(kind)
-        logger.warning("%s", text)
-
-
-def reset_warnings() -> None:
-    """Forget what was said, for tests."""
-    _said.clear()
+reset_warnings = reset_notices
+"""Forget what was said, for tests."""
 
 
 def current_span_id() -> int:
     """The id of the scope that is open in this context; 0 when there is none."""
     return _parent.get()
-
-
-def _emit(
-    name: str,
-    start_ns: int,
-    end_ns: int,
-    span_id: int,
-    parent_id: int,
-    step: int,
-    attributes: Mapping[str, AttributeValue],
-    error: BaseException | None,
-) -> None:
-    waiting = pipeline.waiting_spans()
-    if len(waiting) >= pipeline.MAX_WAITING_SPANS:
-        registry().dropped += 1
-        return
-    text, kind = (None, None) if error is None else (str(error) or type(error).__name__, type(error).__qualname__)
-    waiting.append(SpanRecord(name, start_ns + _anchor, end_ns + _anchor, span_id, parent_id, step, attributes, text, kind))
 
 
 class span:
@@ -110,12 +80,12 @@ class span:
         end = _clock()
         self._token = None
         parent = _restore(token)
-        _emit(self._name, self._start, end, self._id, parent, self._step, self._attributes, _failure(error))
+        emit(self._name, self._start, end, self._id, parent, self._step, self._attributes, failure(error))
 
     def __call__(self, function: F) -> F:
         """Decorate a function: every call is a span."""
         name, attributes = self._name, self._attributes
-        return _decorate(function, lambda _args: span(name, attributes))
+        return decorate(function, lambda _args: span(name, attributes))
 
 
 @contextlib.contextmanager
@@ -142,9 +112,25 @@ def _restore(token: contextvars.Token[int]) -> int:
     return parent
 
 
-def _failure(error: BaseException | None) -> BaseException | None:
-    """What makes a span an error: not a generator that was closed."""
-    return None if isinstance(error, (GeneratorExit, StopIteration, StopAsyncIteration)) else error
+class _Options:
+    """What a scope was asked for, looked at once however often the scope is opened."""
+
+    __slots__ = ("asks", "device", "metrics", "spans", "timer", "track_memory")
+
+    def __init__(self, track_memory: bool | str, timer: str, device: Any, metrics_only: bool, span_only: bool) -> None:
+        if timer not in measuring.TIMERS:
+            warn_once("timer", f"timer must be one of {', '.join(map(repr, measuring.TIMERS))}, got {timer!r}: 'auto' is used")
+            timer = "auto"
+        if track_memory not in (False, True, "host"):
+            warn_once("track_memory", f"track_memory must be True, False or 'host', got {track_memory!r}: False is used")
+            track_memory = False
+        self.timer = timer
+        self.device = getattr(device, "device", device)  # of a tensor, which is not kept, nor ever printed: that would wait for it
+        self.track_memory = track_memory
+        self.asks = bool(track_memory) or timer in ("gpu", "gpu_sync")
+        """Whether there is something to measure, or to say, even where no accelerator was seen."""
+        self.spans = not metrics_only
+        self.metrics = not span_only
 
 
 class Tracer:
@@ -158,17 +144,29 @@ class Tracer:
     def __init__(
         self,
         prefix: str | None = None,
-        track_memory: bool = False,
+        track_memory: bool | str = False,
         timer: str = "auto",
         device: Any = None,
         *,
         metrics_only: bool = False,
         span_only: bool = False,
     ) -> None:
-        """`prefix` None: `{Class}/{function}` of the caller."""
+        """`prefix` None: `{Class}/{function}` of the caller.
+
+        `timer`: `gpu` measures device time by events on the stream that is current at each mark, without waiting for it, and the metrics are of that
+        time; `gpu_sync` waits for the device at each mark, for measuring by hand; `cpu` is the host's time; `auto` is `gpu` once the program has
+        initialised an accelerator. Spans keep the host's time and have the device's as `forge.device_time_s`. While a graph is captured, the host's
+        time is all there is. `device`: an index, `cuda:1`, torch.device or tensor; None: the current one at `start`.
+
+        `track_memory` (experimental): memory allocated on the device, in GiB, as `{prefix}/memory_delta_end_start_avg_gb` and
+        `{prefix}/memory_peak_max_gb`, also `{prefix}/{step}/…`. "host": the resident memory of this process, as `host_rss_delta_end_start_avg_gb`
+        and `host_rss_end_max_gb`. Where there is no accelerator, it is the host's time and no memory.
+        """
+        self._prepare(prefix, _Options(track_memory, timer, device, metrics_only, span_only))
+
+    def _prepare(self, prefix: str | None, options: _Options) -> None:
         self._prefix = prefix
-        self._spans = not metrics_only
-        self._metrics = not span_only
+        self._options = options
         self._phases: list[tuple[str, int, int]] = []
         self._start: int | None = None
         self._mark = 0
@@ -176,8 +174,7 @@ class Tracer:
         self._id = 0
         self._step = 0
         self._token: contextvars.Token[int] | None = None
-        if track_memory or timer in ("gpu", "gpu_sync"):
-            _warn_once("device", "device timing and memory tracking are not measured yet: host time is recorded")
+        self._measured: Measurement | None = None
 
     @property
     def prefix(self) -> str | None:
@@ -185,10 +182,12 @@ class Tracer:
         return self._prefix
 
     def start(self) -> None:
-        """Begin."""
+        """Begin. A run that was never stopped, because an exception came between, is ended here and marked as failed."""
         if self._start is not None:
-            _warn_once("start", f"Tracer({self._prefix!r}).start(): it is running already; the first start counts")
-            return
+            if not self._is_running("start"):
+                return
+            warn_once("start", f"Tracer({self._prefix!r}).start(): it was not stopped before; that run is marked as failed")
+            self._end(None, Failure("start() was called again before stop()", "UsageError"))
         if self._prefix is None:
             self._prefix = _caller_prefix(sys._getframe(1))
         self._begin()
@@ -198,7 +197,10 @@ class Tracer:
         self._owner = threading.get_ident()
         self._step = pipeline.get_step()
         self._id = _new_id(63) + 1
-        self._token = _parent.set(self._id) if self._spans and pipeline.recording_spans else None
+        options = self._options
+        self._token = _parent.set(self._id) if options.spans and pipeline.recording_spans else None
+        if measuring.look or options.asks:
+            self._measured = measuring.begin(options.timer, options.device, options.track_memory)
         self._start = self._mark = _clock()
 
     def step(self, name: str) -> None:
@@ -206,6 +208,8 @@ class Tracer:
         now = _clock()
         if not self._is_running("step"):
             return
+        if self._measured is not None:
+            now = self._measured.end_phase(now)
         self._phases.append((name, self._mark, now))
         self._mark = now
 
@@ -219,54 +223,72 @@ class Tracer:
 
     def _is_running(self, what: str) -> bool:
         if self._start is None:
-            _warn_once(what, f"Tracer({self._prefix!r}).{what}() without start(): ignored")
+            warn_once(what, f"Tracer({self._prefix!r}).{what}() without start(): ignored")
             return False
         if self._owner != threading.get_ident():
-            _warn_once("thread", f"Tracer({self._prefix!r}) is used by two threads: each needs one of its own; ignored")
+            warn_once("thread", f"Tracer({self._prefix!r}) is used by two threads: each needs one of its own; ignored")
             return False
         return True
 
-    def _end(self, tail: str | None, error: BaseException | None) -> None:
+    def _end(self, tail: str | None, error: Failure | None) -> None:
         end = _clock()
         if not self._is_running("stop"):
             return
         start = cast(int, self._start)
         self._start = None
+        if self._measured is not None:
+            self._end_measured(self._measured, tail, error, start, end)
+            return
         if self._phases or tail is not None:
             self._phases.append((tail or "tail", self._mark, end))
         if self._token is not None:
             parent = _restore(self._token)
             self._token = None
             for name, began, ended in self._phases:
-                _emit(f"{self._prefix}/{name}", began, ended, _new_id(63) + 1, self._id, self._step, {}, None)
-            _emit(self._prefix or "trace", start, end, self._id, parent, self._step, {}, error)
-        if self._metrics:
+                emit(f"{self._prefix}/{name}", began, ended, _new_id(63) + 1, self._id, self._step, {}, None)
+            emit(self._prefix or "trace", start, end, self._id, parent, self._step, {}, error)
+        if self._options.metrics:
             self._record(start, end)
 
     def _record(self, start: int, end: int) -> None:
         prefix = self._prefix or "trace"
         for name, began, ended in self._phases:
-            average, longest = _keys.get((prefix, name)) or _make_keys(prefix, name)
+            average, longest = kept_keys.get((prefix, name)) or make_keys(prefix, name)
             seconds = (ended - began) / 1e9
             record_metric(average, seconds)
             record_metric(longest, seconds, Reduce.MAX)
-        average, longest = _keys.get((prefix, None)) or _make_keys(prefix, None)
+        average, longest = kept_keys.get((prefix, None)) or make_keys(prefix, None)
         total = (end - start) / 1e9
         record_metric(average, total)
         record_metric(longest, total, Reduce.MAX)
 
-
-_keys: dict[tuple[str, str | None], tuple[str, str]] = {}
-"""(prefix, step; None for the whole) → the two metrics' names: made once, because formatting them costs more than recording."""
-
-
-def _make_keys(prefix: str, name: str | None) -> tuple[str, str]:
-    stem = f"{prefix}/total" if name is None else f"{prefix}/{name}/"
-    stem += "_" if name is None else ""
-    keys = (f"{stem}duration_avg_s", f"{stem}duration_max_s")
-    if len(_keys) < MAX_KEPT_KEYS:
-        _keys[prefix, name] = keys
-    return keys
+    def _end_measured(self, measured: Measurement, tail: str | None, error: Failure | None, start: int, end: int) -> None:
+        """The same for a scope with device time or memory; device times come later, to this step's metrics and to the spans."""
+        self._measured = None
+        end, memory, whole = measured.end(end)
+        if self._phases or tail is not None:
+            self._phases.append((tail or "tail", self._mark, end))
+        parent = None
+        if self._token is not None:
+            parent = _restore(self._token)
+            self._token = None
+        memory_of = itertools.chain(memory, itertools.repeat(None))
+        phases = tuple(Phase(*phase, _new_id(63) + 1, used) for phase, used in zip(self._phases, memory_of, strict=False))
+        finished = Finished(
+            phases=phases,
+            whole=Phase(self._prefix or "trace", start, end, self._id, whole),
+            parent_id=parent,
+            step=self._step,
+            error=error,
+            device=measured.device_label(),
+            waiting=pipeline.waiting_spans(),
+            is_synchronized=measured.is_synchronized,
+        )
+        interval = measured.resolve(finished.emit)
+        if interval is None:
+            finished.emit(None)
+        if self._options.metrics:
+            finished.record(interval)
 
 
 class trace:
@@ -280,36 +302,42 @@ class trace:
     def __init__(
         self,
         prefix: str | None = None,
-        track_memory: bool = False,
+        track_memory: bool | str = False,
         timer: str = "auto",
         device: Any = None,
         *,
         metrics_only: bool = False,
         span_only: bool = False,
     ) -> None:
+        """The options are those of `Tracer`."""
         self._prefix = prefix
-        self._options: dict[str, Any] = {
-            "track_memory": track_memory, "timer": timer, "device": device, "metrics_only": metrics_only, "span_only": span_only,
-        }  # fmt: skip
+        self._options = _Options(track_memory, timer, device, metrics_only, span_only)
+
+    @classmethod
+    def _of(cls, prefix: str | None, options: _Options) -> trace:
+        scope = cls.__new__(cls)
+        scope._prefix, scope._options = prefix, options
+        return scope
 
     def __enter__(self) -> Tracer:
         if pipeline.is_compiling():
-            self._tracer = Tracer(self._prefix or "compiled", **self._options)
+            self._tracer = Tracer(self._prefix or "compiled")
             return self._tracer
-        self._tracer = Tracer(self._prefix if self._prefix is not None else _caller_prefix(sys._getframe(1)), **self._options)
-        self._tracer._begin()
-        return self._tracer
+        tracer = self._tracer = Tracer.__new__(Tracer)
+        tracer._prepare(self._prefix if self._prefix is not None else _caller_prefix(sys._getframe(1)), self._options)
+        tracer._begin()
+        return tracer
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._tracer._start is not None:
-            self._tracer._end(None, _failure(error))
+            self._tracer._end(None, failure(error))
 
     def __call__(self, function: F) -> F:
         """Decorate a function."""
         options = self._options
         if self._prefix is not None:
             prefix = self._prefix
-            return _decorate(function, lambda _args: trace(prefix, **options))
+            return decorate(function, lambda _args: trace._of(prefix, options))
         qualified = function.__qualname__.rpartition("<locals>.")[2]
         name, in_class = function.__name__, "." in qualified
         fallback = qualified.replace(".", "/")
@@ -318,10 +346,10 @@ class trace:
         def make(args: tuple[Any, ...]) -> Any:
             if in_class and args:
                 owner = args[0] if isinstance(args[0], type) else type(args[0])
-                return trace(names.get(owner) or names.setdefault(owner, f"{owner.__name__}/{name}"), **options)
-            return trace(fallback, **options)
+                return trace._of(names.get(owner) or names.setdefault(owner, f"{owner.__name__}/{name}"), options)
+            return trace._of(fallback, options)
 
-        return _decorate(function, make)
+        return decorate(function, make)
 
 
 def _caller_prefix(frame: Any) -> str:
@@ -332,129 +360,3 @@ def _caller_prefix(frame: Any) -> str:
         return f"{(owner if isinstance(owner, type) else type(owner)).__name__}/{name}"
     module = frame.f_globals.get("__name__", "").rpartition(".")[2].strip("_")
     return f"{module}/{name}" if name == "module" or not name else name
-
-
-def _decorate(function: F, make: Callable[[tuple[Any, ...]], Any]) -> F:
-    """Wrap a function of any kind so that each call is a scope that `make(args)` gives. Kind, name, signature and docstring stay."""
-    if inspect.isasyncgenfunction(function):
-        wrapper: Any = _async_generator(function, make)
-    elif inspect.isgeneratorfunction(function):
-        wrapper = _generator(function, make)
-    elif inspect.iscoroutinefunction(function):
-        wrapper = _coroutine(function, make)
-    else:
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if pipeline.is_compiling():
-                return function(*args, **kwargs)
-            with make(args):
-                return function(*args, **kwargs)
-
-    return cast(F, functools.wraps(function)(wrapper))
-
-
-def _coroutine(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], Any]) -> Any:
-    async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with make(args):
-            return await function(*args, **kwargs)
-
-    return wrapper
-
-
-class _Suspended:
-    """A scope whose body runs in pieces: current only while the body runs, so that the consumer's own scopes are no children of it."""
-
-    __slots__ = ("context", "scope")
-
-    def __init__(self, scope: Any) -> None:
-        self.scope = scope
-        self.context = contextvars.copy_context()
-        self.context.run(scope.__enter__)
-
-    def end(self, error: BaseException | None) -> None:
-        kind = None if error is None else type(error)
-        self.context.run(self.scope.__exit__, kind, error, None)
-
-
-def _generator(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], Any]) -> Any:
-    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        suspended = _Suspended(make(args))
-        error: BaseException | None = None
-        body = suspended.context.run(function, *args, **kwargs)
-        advance, value = body.send, None
-        try:
-            while True:
-                try:
-                    item = suspended.context.run(advance, value)
-                except StopIteration as done:
-                    return done.value
-                try:
-                    advance, value = body.send, (yield item)
-                except GeneratorExit:
-                    suspended.context.run(body.close)
-                    raise
-                except BaseException as thrown:
-                    advance, value = body.throw, thrown
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            suspended.end(error)
-
-    return wrapper
-
-
-def _async_generator(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], Any]) -> Any:
-    async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        suspended = _Suspended(make(args))
-        error: BaseException | None = None
-        body = suspended.context.run(function, *args, **kwargs)
-        advance, value = body.asend, None
-        try:
-            while True:
-                try:
-                    item = await _in_context(suspended.context, advance(value))
-                except StopAsyncIteration:
-                    return
-                try:
-                    advance, value = body.asend, (yield item)
-                except GeneratorExit:
-                    await _in_context(suspended.context, body.aclose())
-                    raise
-                except BaseException as thrown:
-                    advance, value = body.athrow, thrown
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            suspended.end(error)
-
-    return wrapper
-
-
-class _in_context:
-    """Await something with a context of its own around each of its steps."""
-
-    __slots__ = ("_awaitable", "_context")
-
-    def __init__(self, context: contextvars.Context, awaitable: Any) -> None:
-        self._context = context
-        self._awaitable = awaitable
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._awaitable.__await__()
-        value: Any = None
-        send = getattr(steps, "send", None) or (lambda _value: next(steps))
-        while True:
-            try:
-                item = self._context.run(send, value)
-            except StopIteration as done:
-                return done.value
-            try:
-                value = yield item
-            except BaseException as thrown:
-                try:
-                    item = self._context.run(steps.throw, thrown)
-                except StopIteration as done:
-                    return done.value
-                value = yield item

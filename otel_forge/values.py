@@ -17,6 +17,8 @@ def converter(kind: type) -> Callable[[Any], Any]:
 
     That function raises TypeError or ValueError, with a text that says what would have been right.
     """
+    if getattr(kind, "is_late", False):
+        return _late
     if issubclass(kind, (str, bytes)):
         return _refuse
     if issubclass(kind, (int, float, decimal.Decimal, fractions.Fraction)):
@@ -33,6 +35,11 @@ def converter(kind: type) -> Callable[[Any], Any]:
     if hasattr(kind, "__array__"):
         return lambda value: _array(value.__array__())
     return _refuse
+
+
+def _late(value: Any) -> Any:
+    """A value that is known later (device_time.Duration): kept as it is."""
+    return value
 
 
 def _refuse(value: Any) -> Any:

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ STREAM_TICK_S = 0.1
 SPANS_EVERY_S = 0.5
 """Spans are sent together, not with every step: a request costs the process more CPU than the spans in it."""
 SPANS_AT_ONCE = 512
+HELD_TICK_S = 0.005
+"""Between two looks at flushes that wait for device times."""
 
 
 class SenderLike(Protocol):
@@ -65,7 +68,12 @@ class Worker:
         stream: list[StreamPoint] | None,
         observe: Callable[[Sealed, Mapping[str, float]], Mapping[str, tuple[float, str]]],
         encode_spans: Callable[[list[Any], Mapping[str, AttributeValue], str, int], bytes],
+        settle: Callable[[float], None] | None = None,
     ) -> None:
+        """`settle` waits, so many seconds at most, until what scopes measured on a device is known."""
+        self._settle = settle
+        self._held: deque[tuple[Sealed, threading.Event | None]] = deque()
+        """Flushes with device times that are not known yet, and those behind them: they leave in their order."""
         self._identify = identify
         self._spans = spans
         self._stream = stream
@@ -102,9 +110,9 @@ class Worker:
         self._queue.put(lambda: self._put(self._known().builder.control(kind, body, now)))
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until everything queued before this call is with the sender."""
+        """Wait until everything queued before this call is with the sender; half of the time for devices that are behind."""
         done = threading.Event()
-        self._queue.put(lambda: self._send_all(done))
+        self._queue.put(lambda: self._send_all(done, timeout_s / 2))
         return done.wait(timeout_s) if self._thread is not None else False
 
     def stop(self, timeout_s: float) -> bool:
@@ -122,13 +130,15 @@ class Worker:
         tick = IDLE_TICK_S if self._stream is None else STREAM_TICK_S
         while True:
             try:
-                work = self._queue.get(timeout=tick)
+                work = self._queue.get(timeout=HELD_TICK_S if self._held else tick)
             except queue.Empty:
                 work = self._idle
             if work is None:
+                self._release(all_of_them=True)
                 return
             try:
                 work()
+                self._release()
             except Exception:
                 self._failures += 1
                 if self._failures == 1:
@@ -137,11 +147,16 @@ class Worker:
     def _idle(self) -> None:
         if self._stream:
             self._send_stream()
+        if self._held and time.monotonic() - self._spans_sent < SPANS_EVERY_S:
+            return
         if self._spans and self._identified is not None:
             self._send_spans()
 
-    def _send_all(self, done: threading.Event) -> None:
+    def _send_all(self, done: threading.Event, patience_s: float) -> None:
         try:
+            if self._settle is not None:
+                self._settle(patience_s)
+            self._release(all_of_them=True)
             self._send_spans()
             self._send_stream()
         finally:
@@ -156,6 +171,17 @@ class Worker:
         self._known().sender.put(packet)
 
     def _send_values(self, sealed: Sealed, done: threading.Event | None) -> None:
+        """Send one flush, or hold it back until its device times are known: nobody waits for them, this thread neither."""
+        if self._held or not sealed.is_ready():
+            self._held.append((sealed, done))
+        else:
+            self._send_now(sealed, done)
+
+    def _release(self, *, all_of_them: bool = False) -> None:
+        while self._held and (all_of_them or self._held[0][0].is_ready()):
+            self._send_now(*self._held.popleft())
+
+    def _send_now(self, sealed: Sealed, done: threading.Event | None) -> None:
         try:
             known = self._known()
             for taken in sealed.taken:

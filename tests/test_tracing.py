@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import contextvars
 import dataclasses
 import enum
@@ -69,6 +70,36 @@ def test_misuse_is_said_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 4
     assert "stop() without start()" in texts[0]
+
+
+def test_a_tracer_that_an_exception_left_running_ends_as_failed_and_starts_anew() -> None:
+    """The second run has its own spans."""
+    failed = "start() was called again before stop()"
+    tracer = Tracer("t")
+    with capture() as captured:
+        with contextlib.suppress(ValueError):
+            tracer.start()
+            tracer.step("a")
+            time.sleep(0.05)
+            raise ValueError
+        tracer.start()
+        tracer.step("b")
+        tracer.stop()
+        spans = [(item.name, item.error, _tree(captured)[item.name]) for item in captured.spans]
+        seconds = [item.duration_s for item in captured.spans if item.error == failed]
+    assert spans == [("t/a", None, "t"), ("t/tail", None, "t"), ("t", failed, ""), ("t/b", None, "t"), ("t/tail", None, "t"), ("t", None, "")]
+    assert seconds[0] >= 0.05
+
+
+def test_a_jump_of_the_wall_clock_changes_no_duration() -> None:
+    real = time.time_ns
+    with capture() as captured:
+        with pytest.MonkeyPatch.context() as patch, span("s"), trace("t"):
+            time.sleep(0.01)
+            patch.setattr(time, "time_ns", lambda: real() - 5_000_000_000)
+            patch.setattr(time, "time", lambda: real() / 1e9 - 5)
+        durations = [item.duration_s for item in captured.spans]
+    assert [duration >= 0.01 for duration in durations] == [True, True]
 
 
 def test_spans_nest_and_an_exception_passes_unchanged() -> None:
