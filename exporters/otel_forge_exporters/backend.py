@@ -28,6 +28,11 @@ class RunInfo:
     namespace: str | None = None
 
 
+def run_dir(work_dir: Path, run_id: str) -> Path:
+    """Where files of a run are kept when no path is configured."""
+    return work_dir / "otel-forge-runs" / run_id
+
+
 class Backend(Protocol):
     """A place for rows. One instance per run and configured name; every call comes from one thread, its own."""
 

@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from otel_forge.config import JsonlConfig
-from otel_forge_exporters.backend import RunInfo
+from otel_forge_exporters.backend import RunInfo, run_dir
 from otel_forge_exporters.rows import Row
-
-
-def run_dir(work_dir: Path, run_id: str) -> Path:
-    """Where files of a run are kept when no path is configured."""
-    return work_dir / "otel-forge-runs" / run_id
 
 
 class JsonlBackend:
