@@ -57,16 +57,26 @@ class BackendConfig(_Model):
 
     logging_mode: LoggingMode = LoggingMode.GLOBAL_REDUCE
     every: int = Field(default=1, ge=1)
-    """Write every n-th step; the values of the steps between are merged in, not skipped."""
+    """Write every n-th step; the values of the steps between are merged in, not skipped. (Rows of one record are not merged: others are left out.)"""
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
-    """Key patterns (fnmatch)."""
+    """Key patterns (fnmatch). A row of which nothing is left is not written."""
     rename: dict[str, str] = Field(default_factory=dict)
+    """Key → the name it has in this place."""
 
     @field_validator("include", "exclude", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("rename")
+    @classmethod
+    def _no_two_alike(cls, value: dict[str, str]) -> dict[str, str]:
+        for key, name in value.items():
+            first = next(other for other, given in value.items() if given == name)
+            if first != key:
+                raise ValueError(f"{first!r} and {key!r} would both be {name!r}")
+        return value
 
 
 class WandbConfig(BackendConfig):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,7 @@ from rich.text import Text
 
 from otel_forge.config import ConsoleConfig
 from otel_forge_exporters.backend import RunInfo
-from otel_forge_exporters.rows import Row
-
-HIDDEN = "forge/slowest_rank"
+from otel_forge_exporters.rows import SLOWEST_RANK, Row
 
 
 class ConsoleBackend:
@@ -38,7 +35,7 @@ class ConsoleBackend:
         reporting = f"{row.ranks_reporting}/{row.world_size}"
         text.append(f"{reporting} ranks ", "dim" if row.ranks_reporting == row.world_size else "bold red")
         for key, value in sorted(row.flat().items()):
-            if key != HIDDEN:
+            if key != SLOWEST_RANK:
                 text.append(f" {key} ", "dim")
                 text.append("not finite" if value is None else _number(value), "red" if value is None else "")
         if row.ranks_missing:
@@ -59,8 +56,3 @@ class ConsoleBackend:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"
-
-
-def shown(key: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a key passes the patterns."""
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in include) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in exclude)
