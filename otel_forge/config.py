@@ -104,10 +104,15 @@ class WandbConfig(BackendConfig):
 class JsonlConfig(BackendConfig):
     path: Path | None = None
     """None: `otel-forge-runs/<run id>/metrics.jsonl` in the exporter's working directory."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """A file that would grow beyond it is renamed to `<name>.1` first, that one to `<name>.2`, …"""
+    keep: int = Field(default=5, ge=0)
+    """So many renamed files are kept."""
 
 
 class ConsoleConfig(BackendConfig):
-    pass
+    style: Literal["auto", "table", "line"] = "auto"
+    """auto: a table at a terminal, a line per row elsewhere."""
 
 
 class TensorboardConfig(BackendConfig):

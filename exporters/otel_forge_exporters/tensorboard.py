@@ -198,11 +198,12 @@ def _new_file(folder: Path) -> Path:
 
 
 def _append_whole(path: Path, data: bytes) -> None:
-    with open(path, "ab") as file:
+    with open(path, "ab", buffering=0) as file:
         start = file.tell()
         try:
-            file.write(data)
-            file.flush()
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(start)  # disk full in the middle of an event: the rows come again
             raise
