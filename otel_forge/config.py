@@ -6,6 +6,7 @@ Every environment variable that otel-forge reads is named here and read here.
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import os
 import re
 import tempfile
@@ -121,10 +122,20 @@ class TensorboardConfig(BackendConfig):
 
 
 class CustomConfig(BackendConfig):
-    """A backend of the user's own: `class` is a dotted path `package.module:Class`; everything else is handed to it."""
+    """A backend of the user's own: a class, and everything else that it is told."""
 
     model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True)
-    class_: str = Field(alias="class")
+    class_: str | None = Field(default=None, alias="class")
+    """Dotted path `package.module:Class`. None: the entry point in the group `otel_forge.backends` that has the section's name."""
+    call_timeout_s: float = Field(default=10.0, gt=0)
+    """A call that takes longer counts as hanging: the end of the run does not wait for it."""
+
+    @field_validator("class_")
+    @classmethod
+    def _is_path(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError("must be a dotted path such as my.package:Backend")
+        return value
 
 
 BACKENDS: dict[str, type[BackendConfig]] = {
@@ -134,6 +145,8 @@ BACKENDS: dict[str, type[BackendConfig]] = {
     "tensorboard": TensorboardConfig,
 }
 """The backends that come with otel-forge, by the name they have in `metric_logging`."""
+ENTRY_POINTS = "otel_forge.backends"
+"""Group of entry points; each names a class, and is a name for `metric_logging`."""
 DEFAULT_BACKENDS: dict[str, BackendConfig] = {"jsonl": JsonlConfig(), "console": ConsoleConfig(every=10, exclude=("*duration*", "forge/*"))}
 """Without `metric_logging`: everything in a file, and every tenth step's main values at the terminal."""
 
@@ -339,6 +352,11 @@ def parse_backends(raw: Mapping[Any, Any]) -> dict[str, BackendConfig]:
     return backends
 
 
+def installed_backends() -> set[str]:
+    """Names of the backends that installed packages bring."""
+    return importlib.metadata.entry_points(group=ENTRY_POINTS).names
+
+
 def _parse_backends(raw: Mapping[Any, Any], problems: list[str]) -> dict[str, BackendConfig]:
     backends: dict[str, BackendConfig] = {}
     for name, options in raw.items():
@@ -347,11 +365,10 @@ def _parse_backends(raw: Mapping[Any, Any], problems: list[str]) -> dict[str, Ba
         if not isinstance(options, Mapping):
             problems.append(f"{path}: expected a mapping of options, got {options!r}")
             continue
-        model = BACKENDS.get(str(name)) or (CustomConfig if "class" in options else None)
+        model = BACKENDS.get(str(name)) or (CustomConfig if "class" in options or str(name) in installed_backends() else None)
         if model is None:
-            problems.append(
-                _unknown(str(name), "metric_logging", set(BACKENDS) | {"merge_roles"}, "backend") + " (a backend of your own needs `class`)"
-            )
+            known = set(BACKENDS) | {"merge_roles"} | installed_backends()
+            problems.append(_unknown(str(name), "metric_logging", known, "backend") + " (a backend of your own needs `class`)")
             continue
         backend = _validate(model, dict(options), path, problems)
         if backend is not None:

@@ -7,7 +7,8 @@ ForgeError
 │   └── ReductionConflict  one key with two reductions
 ├── ServerError            a Collector, Jaeger or exporter process could not be got, started or stopped
 │   └── BinaryNotFound     no Collector or Jaeger binary, and none could be fetched or built
-└── StateError             the state directory cannot be used
+├── StateError             the state directory cannot be used
+└── BackendTimeout         a backend of the user's own does not come back from a call
 """
 
 from __future__ import annotations
@@ -49,3 +50,7 @@ class BinaryNotFound(ServerError):
 
 class StateError(ForgeError):
     """The state directory cannot be used."""
+
+
+class BackendTimeout(ForgeError):
+    """A backend of the user's own does not come back from a call."""

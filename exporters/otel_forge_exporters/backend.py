@@ -61,16 +61,16 @@ _BUILT_IN = {
     "wandb": "otel_forge_exporters.wandb:WandbBackend",
     "tensorboard": "otel_forge_exporters.tensorboard:TensorboardBackend",
 }
+_OWN = "otel_forge_exporters.own:OwnBackend"
 
 
 def make_backend(name: str, config: BackendConfig, run: RunInfo, work_dir: Path) -> Backend:
-    """The backend of a configured name. Raises ConfigError when its package is not installed or its class not found."""
-    path = config.class_ if isinstance(config, CustomConfig) else _BUILT_IN[name]
-    module, _, attribute = path.partition(":")
+    """The backend of a configured name. Raises ConfigError when its package is not installed."""
+    is_own = isinstance(config, CustomConfig)
+    module, _, attribute = (_OWN if is_own else _BUILT_IN[name]).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        extra = f": pip install 'otel-forge[{name}]'" if name in _BUILT_IN else ""
-        raise ConfigError([f"metric_logging.{name}: {path} cannot be loaded ({error}){extra}"]) from error
-    backend: Backend = found(config, run, work_dir)
+    except ImportError as error:
+        raise ConfigError([f"metric_logging.{name}: it cannot be loaded ({error}): pip install 'otel-forge[{name}]'"]) from error
+    backend: Backend = found(name, config, run, work_dir) if is_own else found(config, run, work_dir)
     return backend

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from otel_forge.config import BackendConfig
-from otel_forge.errors import ConfigError
+from otel_forge.errors import BackendTimeout, ConfigError
 from otel_forge_exporters.backend import Backend, RunInfo, make_backend
 from otel_forge_exporters.rows import Row, from_stored
 from otel_forge_exporters.shaping import Shaper
@@ -22,6 +22,8 @@ REWIND_ROWS = 5_000
 """After a restart, so many rows before the last known one are looked up in the backend's place."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+GIVE_UP_WAITING = 5
+"""A backend that failed so often in a row (over about 8 s) keeps the end of a run no longer from going on."""
 
 
 class Outbox:
@@ -46,12 +48,16 @@ class Outbox:
         self._shaped: list[tuple[int | None, Row]] = []
         """What waits to be written: the sequence number that each row was made at (None: at the end), and the row."""
         self._backend: Backend | None = None
+        self._is_open = False
         self._wake = threading.Condition()
         self._pending = True
         self._stopping = False
         self._ending = False
         """Whether the run is over, so that steps which wait to be merged with later ones have to be written."""
         self._broken = False
+        self._hangs = False
+        self._failures = 0
+        """How often writing has failed since it last went well."""
         self._thread = threading.Thread(target=self._loop, name=f"otel-forge-{name}", daemon=True)
 
     def start(self) -> None:
@@ -67,6 +73,10 @@ class Outbox:
     def backlog(self) -> int:
         """Rows that are not written yet; a backend that can never be opened has none."""
         return 0 if self._broken else self._spool.pending(self._run.run_id, self.mode, self._cursor)
+
+    def is_worth_waiting_for(self) -> bool:
+        """Whether there are rows that it will soon have: not when it hangs or fails time after time. Those rows are kept."""
+        return not self._hangs and self._failures < GIVE_UP_WAITING and self.backlog() > 0
 
     def location(self) -> str | None:
         """Where the rows are."""
@@ -127,6 +137,8 @@ class Outbox:
         if text != self.last_error:
             logger.warning("backend %s of run %s: %s; its rows are kept and tried again", self.name, self._run.run_id, text)
         self.last_error = text
+        self._failures += 1
+        self._hangs = isinstance(error, BackendTimeout)
 
     def _write_some(self) -> bool:
         """Write one batch; whether there may be more."""
@@ -136,13 +148,15 @@ class Outbox:
             return False
         if self._shaped:
             if self._backend is None:
-                backend = make_backend(self.name, self._config, self._run, self._work_dir)
-                backend.open()
-                self._backend = backend
+                self._backend = make_backend(self.name, self._config, self._run, self._work_dir)
+            if not self._is_open:
+                self._backend.open()
+                self._is_open = True
             fresh = [row for seq, row in self._shaped if self._is_missing(seq, row)]
             self._backend.write(fresh)
             self._shaped = []
             self.written += len(fresh)
+        self._hangs, self._failures = False, 0
         if not more:
             return False
         self._cursor = self._taken

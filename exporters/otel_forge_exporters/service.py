@@ -192,15 +192,15 @@ class Service:
         return self._is_drained()
 
     def _is_drained(self) -> bool:
-        if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._backlog():
+        if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._is_writing():
             return False
         everything_came = None if self._recovered else self._assembler.everything_came()
         if everything_came is not None:
             return everything_came
         return self._clock() - self._last_payload >= self._grace_s
 
-    def _backlog(self) -> int:
-        return sum(outbox.backlog() for run in list(self._runs.values()) for outbox in run.outboxes)
+    def _is_writing(self) -> bool:
+        return any(outbox.is_worth_waiting_for() for run in list(self._runs.values()) for outbox in run.outboxes)
 
     def stop(self, timeout_s: float, exit_code: int | None = None) -> None:
         """Stop taking payloads and end every backend. A run whose members are not all done ends with `exit_code`; None: it goes on later."""

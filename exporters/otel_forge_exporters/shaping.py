@@ -165,7 +165,9 @@ class Shaper:
             keys = [key for key in row.metrics if shown(key, self._config.include, self._config.exclude)]
             if keys or not row.metrics:
                 names = self._names(keys)
-                chosen.append(dataclasses.replace(row, metrics=_only(row.metrics, names), nonfinite=_only(row.nonfinite, names), parts={}))
+                chosen.append(
+                    dataclasses.replace(row, metrics=_only(row.metrics, names), nonfinite=_only(row.nonfinite, names), parts=_only(row.parts, names))
+                )
         return chosen
 
     def _names(self, keys: Sequence[str]) -> dict[str, str]:
