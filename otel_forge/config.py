@@ -121,6 +121,23 @@ class TensorboardConfig(BackendConfig):
     """None: `otel-forge-runs/<run id>/tensorboard`."""
 
 
+def _url(value: str | None) -> str | None:
+    if value is not None and not re.match(r"https?://[^/]+", value):
+        raise ValueError(f"must be a URL such as http://127.0.0.1:4318, not {value!r}")
+    return value
+
+
+class OtlpConfig(BackendConfig):
+    endpoint: str
+    """Base URL of an OTLP/HTTP receiver; `/v1/metrics` is added where it does not end so."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Of one request."""
+    ca_file: Path | None = None
+
+    _is_url = field_validator("endpoint")(_url)
+
+
 class CustomConfig(BackendConfig):
     """A backend of the user's own: a class, and everything else that it is told."""
 
@@ -143,6 +160,7 @@ BACKENDS: dict[str, type[BackendConfig]] = {
     "jsonl": JsonlConfig,
     "console": ConsoleConfig,
     "tensorboard": TensorboardConfig,
+    "otlp": OtlpConfig,
 }
 """The backends that come with otel-forge, by the name they have in `metric_logging`."""
 ENTRY_POINTS = "otel_forge.backends"
@@ -183,12 +201,7 @@ class CollectorConfig(_Model):
     tls: TlsConfig | None = None
     token: str | None = None
 
-    @field_validator("endpoint")
-    @classmethod
-    def _is_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"https?://[^/]+", value):
-            raise ValueError(f"must be a URL such as http://127.0.0.1:4318, not {value!r}")
-        return value
+    _is_url = field_validator("endpoint")(_url)
 
 
 class ForgeConfig(_Model):

@@ -60,6 +60,7 @@ _BUILT_IN = {
     "console": "otel_forge_exporters.console:ConsoleBackend",
     "wandb": "otel_forge_exporters.wandb:WandbBackend",
     "tensorboard": "otel_forge_exporters.tensorboard:TensorboardBackend",
+    "otlp": "otel_forge_exporters.otlp:OtlpBackend",
 }
 _OWN = "otel_forge_exporters.own:OwnBackend"
 
