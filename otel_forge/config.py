@@ -138,6 +138,11 @@ class OtlpConfig(BackendConfig):
     _is_url = field_validator("endpoint")(_url)
 
 
+class ParquetConfig(BackendConfig):
+    dir: Path | None = None
+    """None: `otel-forge-runs/<run id>/parquet/<mode>`."""
+
+
 class CustomConfig(BackendConfig):
     """A backend of the user's own: a class, and everything else that it is told."""
 
@@ -161,6 +166,7 @@ BACKENDS: dict[str, type[BackendConfig]] = {
     "console": ConsoleConfig,
     "tensorboard": TensorboardConfig,
     "otlp": OtlpConfig,
+    "parquet": ParquetConfig,
 }
 """The backends that come with otel-forge, by the name they have in `metric_logging`."""
 ENTRY_POINTS = "otel_forge.backends"

@@ -61,6 +61,7 @@ _BUILT_IN = {
     "wandb": "otel_forge_exporters.wandb:WandbBackend",
     "tensorboard": "otel_forge_exporters.tensorboard:TensorboardBackend",
     "otlp": "otel_forge_exporters.otlp:OtlpBackend",
+    "parquet": "otel_forge_exporters.parquet:ParquetBackend",
 }
 _OWN = "otel_forge_exporters.own:OwnBackend"
 
