@@ -143,6 +143,14 @@ class ParquetConfig(BackendConfig):
     """None: `otel-forge-runs/<run id>/parquet/<mode>`."""
 
 
+class MlflowConfig(BackendConfig):
+    tracking_uri: str | None = None
+    """Of the tracking server; None: the database `mlflow.db` in the exporter's working directory."""
+    experiment: str = "otel-forge"
+    name: str | None = None
+    """Of the run; None: the run id."""
+
+
 class CustomConfig(BackendConfig):
     """A backend of the user's own: a class, and everything else that it is told."""
 
@@ -167,6 +175,7 @@ BACKENDS: dict[str, type[BackendConfig]] = {
     "tensorboard": TensorboardConfig,
     "otlp": OtlpConfig,
     "parquet": ParquetConfig,
+    "mlflow": MlflowConfig,
 }
 """The backends that come with otel-forge, by the name they have in `metric_logging`."""
 ENTRY_POINTS = "otel_forge.backends"

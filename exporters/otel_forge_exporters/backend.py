@@ -62,6 +62,7 @@ _BUILT_IN = {
     "tensorboard": "otel_forge_exporters.tensorboard:TensorboardBackend",
     "otlp": "otel_forge_exporters.otlp:OtlpBackend",
     "parquet": "otel_forge_exporters.parquet:ParquetBackend",
+    "mlflow": "otel_forge_exporters.mlflow:MlflowBackend",
 }
 _OWN = "otel_forge_exporters.own:OwnBackend"
 

@@ -1,7 +1,7 @@
 """Rows as Parquet files, one record per key, so that every file has the same columns whatever a step records. It needs the package pyarrow.
 
-A Parquet file cannot be appended to: each batch of rows becomes a small file, whole under its name or not there, and small files are merged into larger
-ones. Files are named for the numbers of the batches in them; one that is contained in another is what a crash during a merge left, and goes.
+A Parquet file cannot be appended to: each batch of rows becomes a small file, whole under its name or not there, and small files are merged into
+larger ones. Files are named for the numbers of the batches in them; one that is contained in another is what a crash during a merge left, and goes.
 """
 
 from __future__ import annotations
