@@ -151,6 +151,16 @@ class MlflowConfig(BackendConfig):
     """Of the run; None: the run id."""
 
 
+class TrackioConfig(BackendConfig):
+    project: str = "otel-forge"
+    name: str | None = None
+    """Of the run, or of the group in per-rank modes; None: the run id."""
+    dir: Path | None = None
+    """None: what TRACKIO_DIR says, else Trackio's own default."""
+    space_id: str | None = None
+    """A Hugging Face Space to log to; None: a local database."""
+
+
 class CustomConfig(BackendConfig):
     """A backend of the user's own: a class, and everything else that it is told."""
 
@@ -176,6 +186,7 @@ BACKENDS: dict[str, type[BackendConfig]] = {
     "otlp": OtlpConfig,
     "parquet": ParquetConfig,
     "mlflow": MlflowConfig,
+    "trackio": TrackioConfig,
 }
 """The backends that come with otel-forge, by the name they have in `metric_logging`."""
 ENTRY_POINTS = "otel_forge.backends"

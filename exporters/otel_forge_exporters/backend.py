@@ -63,6 +63,7 @@ _BUILT_IN = {
     "otlp": "otel_forge_exporters.otlp:OtlpBackend",
     "parquet": "otel_forge_exporters.parquet:ParquetBackend",
     "mlflow": "otel_forge_exporters.mlflow:MlflowBackend",
+    "trackio": "otel_forge_exporters.trackio:TrackioBackend",
 }
 _OWN = "otel_forge_exporters.own:OwnBackend"
 
