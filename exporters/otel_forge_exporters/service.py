@@ -495,8 +495,9 @@ class Service:
     def _finish(self, run: _Run, exit_code: int | None, timeout_s: float) -> None:
         run.finished = True
         end_all(run.outboxes, exit_code, timeout_s)
-        if exit_code is not None and not any(outbox.backlog() for outbox in run.outboxes):
-            self._spool.finish(run.info.run_id, exit_code)
+        with contextlib.suppress(sqlite3.ProgrammingError):  # the spool was closed meanwhile: the next process ends the run
+            if exit_code is not None and not any(outbox.backlog() for outbox in run.outboxes):
+                self._spool.finish(run.info.run_id, exit_code)
 
     def _complain(self, kind: str, text: str, *values: object) -> None:
         """Each kind of complaint once."""

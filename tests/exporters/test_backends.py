@@ -249,5 +249,21 @@ def test_drained_means_that_all_that_the_ranks_say_they_flushed_is_here(tmp_path
     service.stop(5.0, 0)
 
 
+def test_a_run_that_is_ended_too_late_is_ended_by_the_next_process(tmp_path: Path) -> None:
+    """A machine with too much to do: the time to stop is over, and the spool closed, before a run's end is noted."""
+    config = load_config({"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}})
+    service = Service(config, state_dir=tmp_path / "state", work_dir=tmp_path)
+    service.start()
+    service.accept_metrics(Ranks(1).send(0, 0, mean(1.0)))
+    assert service.drain(10)
+    service.stop(5.0, None)
+    service._finish(service._runs["r"], 0, 0.1)
+    again = Service(config, state_dir=tmp_path / "state", work_dir=tmp_path)
+    again.start()
+    assert again._spool.run_ids() == ["r"]
+    again.stop(5.0, 0)
+    assert [found["step"] for found in rows_of(tmp_path / "rows.jsonl")] == [0]
+
+
 def test_the_default_options_show_every_key() -> None:
     assert BackendConfig().include == ("*",)
