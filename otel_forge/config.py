@@ -6,6 +6,7 @@ Every environment variable that otel-forge reads is named here and read here.
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import os
 import re
 import tempfile
@@ -57,16 +58,26 @@ class BackendConfig(_Model):
 
     logging_mode: LoggingMode = LoggingMode.GLOBAL_REDUCE
     every: int = Field(default=1, ge=1)
-    """Write every n-th step; the values of the steps between are merged in, not skipped."""
+    """Write every n-th step; the values of the steps between are merged in, not skipped. (Rows of one record are not merged: others are left out.)"""
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
-    """Key patterns (fnmatch)."""
+    """Key patterns (fnmatch). A row of which nothing is left is not written."""
     rename: dict[str, str] = Field(default_factory=dict)
+    """Key → the name it has in this place."""
 
     @field_validator("include", "exclude", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("rename")
+    @classmethod
+    def _no_two_alike(cls, value: dict[str, str]) -> dict[str, str]:
+        for key, name in value.items():
+            first = next(other for other, given in value.items() if given == name)
+            if first != key:
+                raise ValueError(f"{first!r} and {key!r} would both be {name!r}")
+        return value
 
 
 class WandbConfig(BackendConfig):
@@ -94,10 +105,15 @@ class WandbConfig(BackendConfig):
 class JsonlConfig(BackendConfig):
     path: Path | None = None
     """None: `otel-forge-runs/<run id>/metrics.jsonl` in the exporter's working directory."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """A file that would grow beyond it is renamed to `<name>.1` first, that one to `<name>.2`, …"""
+    keep: int = Field(default=5, ge=0)
+    """So many renamed files are kept."""
 
 
 class ConsoleConfig(BackendConfig):
-    pass
+    style: Literal["auto", "table", "line"] = "auto"
+    """auto: a table at a terminal, a line per row elsewhere."""
 
 
 class TensorboardConfig(BackendConfig):
@@ -105,11 +121,61 @@ class TensorboardConfig(BackendConfig):
     """None: `otel-forge-runs/<run id>/tensorboard`."""
 
 
+def _url(value: str | None) -> str | None:
+    if value is not None and not re.match(r"https?://[^/]+", value):
+        raise ValueError(f"must be a URL such as http://127.0.0.1:4318, not {value!r}")
+    return value
+
+
+class OtlpConfig(BackendConfig):
+    endpoint: str
+    """Base URL of an OTLP/HTTP receiver; `/v1/metrics` is added where it does not end so."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Of one request."""
+    ca_file: Path | None = None
+
+    _is_url = field_validator("endpoint")(_url)
+
+
+class ParquetConfig(BackendConfig):
+    dir: Path | None = None
+    """None: `otel-forge-runs/<run id>/parquet/<mode>`."""
+
+
+class MlflowConfig(BackendConfig):
+    tracking_uri: str | None = None
+    """Of the tracking server; None: the database `mlflow.db` in the exporter's working directory."""
+    experiment: str = "otel-forge"
+    name: str | None = None
+    """Of the run; None: the run id."""
+
+
+class TrackioConfig(BackendConfig):
+    project: str = "otel-forge"
+    name: str | None = None
+    """Of the run, or of the group in per-rank modes; None: the run id."""
+    dir: Path | None = None
+    """None: what TRACKIO_DIR says, else Trackio's own default."""
+    space_id: str | None = None
+    """A Hugging Face Space to log to; None: a local database."""
+
+
 class CustomConfig(BackendConfig):
-    """A backend of the user's own: `class` is a dotted path `package.module:Class`; everything else is handed to it."""
+    """A backend of the user's own: a class, and everything else that it is told."""
 
     model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True)
-    class_: str = Field(alias="class")
+    class_: str | None = Field(default=None, alias="class")
+    """Dotted path `package.module:Class`. None: the entry point in the group `otel_forge.backends` that has the section's name."""
+    call_timeout_s: float = Field(default=10.0, gt=0)
+    """A call that takes longer counts as hanging: the end of the run does not wait for it."""
+
+    @field_validator("class_")
+    @classmethod
+    def _is_path(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError("must be a dotted path such as my.package:Backend")
+        return value
 
 
 BACKENDS: dict[str, type[BackendConfig]] = {
@@ -117,8 +183,14 @@ BACKENDS: dict[str, type[BackendConfig]] = {
     "jsonl": JsonlConfig,
     "console": ConsoleConfig,
     "tensorboard": TensorboardConfig,
+    "otlp": OtlpConfig,
+    "parquet": ParquetConfig,
+    "mlflow": MlflowConfig,
+    "trackio": TrackioConfig,
 }
 """The backends that come with otel-forge, by the name they have in `metric_logging`."""
+ENTRY_POINTS = "otel_forge.backends"
+"""Group of entry points; each names a class, and is a name for `metric_logging`."""
 DEFAULT_BACKENDS: dict[str, BackendConfig] = {"jsonl": JsonlConfig(), "console": ConsoleConfig(every=10, exclude=("*duration*", "forge/*"))}
 """Without `metric_logging`: everything in a file, and every tenth step's main values at the terminal."""
 
@@ -155,12 +227,7 @@ class CollectorConfig(_Model):
     tls: TlsConfig | None = None
     token: str | None = None
 
-    @field_validator("endpoint")
-    @classmethod
-    def _is_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"https?://[^/]+", value):
-            raise ValueError(f"must be a URL such as http://127.0.0.1:4318, not {value!r}")
-        return value
+    _is_url = field_validator("endpoint")(_url)
 
 
 class ForgeConfig(_Model):
@@ -329,6 +396,11 @@ def parse_backends(raw: Mapping[Any, Any]) -> dict[str, BackendConfig]:
     return backends
 
 
+def installed_backends() -> set[str]:
+    """Names of the backends that installed packages bring."""
+    return importlib.metadata.entry_points(group=ENTRY_POINTS).names
+
+
 def _parse_backends(raw: Mapping[Any, Any], problems: list[str]) -> dict[str, BackendConfig]:
     backends: dict[str, BackendConfig] = {}
     for name, options in raw.items():
@@ -337,11 +409,10 @@ def _parse_backends(raw: Mapping[Any, Any], problems: list[str]) -> dict[str, Ba
         if not isinstance(options, Mapping):
             problems.append(f"{path}: expected a mapping of options, got {options!r}")
             continue
-        model = BACKENDS.get(str(name)) or (CustomConfig if "class" in options else None)
+        model = BACKENDS.get(str(name)) or (CustomConfig if "class" in options or str(name) in installed_backends() else None)
         if model is None:
-            problems.append(
-                _unknown(str(name), "metric_logging", set(BACKENDS) | {"merge_roles"}, "backend") + " (a backend of your own needs `class`)"
-            )
+            known = set(BACKENDS) | {"merge_roles"} | installed_backends()
+            problems.append(_unknown(str(name), "metric_logging", known, "backend") + " (a backend of your own needs `class`)")
             continue
         backend = _validate(model, dict(options), path, problems)
         if backend is not None:

@@ -7,7 +7,8 @@ ForgeError
 │   └── ReductionConflict  one key with two reductions
 ├── ServerError            a Collector, Jaeger or exporter process could not be got, started or stopped
 │   └── BinaryNotFound     no Collector or Jaeger binary, and none could be fetched or built
-└── StateError             the state directory cannot be used
+├── StateError             the state directory cannot be used
+└── BackendTimeout         a backend of the user's own does not come back from a call
 
 UserWarning
 └── ExperimentalWarning    something that may change, or was not checked everywhere yet, is used for the first time
@@ -56,3 +57,7 @@ class StateError(ForgeError):
 
 class ExperimentalWarning(UserWarning):
     """Something is used that may change, or was not checked everywhere yet; said once per process."""
+
+
+class BackendTimeout(ForgeError):
+    """A backend of the user's own does not come back from a call."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from otel_forge import wire
 from otel_forge_exporters.cover import Candidate, Cover
 from otel_forge_exporters.decode import Control, MemberId, RowId, Sender, Unit, member_id, member_name
-from otel_forge_exporters.rows import Row
+from otel_forge_exporters.rows import SLOWEST_RANK, STEP_TIME, Row
 from otel_forge_exporters.values import Histogram, reduce_values
 
 logger = logging.getLogger("otel_forge.exporter")
@@ -239,9 +239,9 @@ class Assembler:
         reduced = reduce_values(state.units[unit_id].values for unit_id in sorted(ids))
         heard = {member for cover in state.covers.values() for member in cover.heard_members()} | state.spoiled
         doubtful = {member for member in heard if member not in covered}
-        metrics = reduced.metrics
+        metrics, parts = reduced.metrics, reduced.parts
         if state.inconsistent:
-            metrics["forge/inconsistent"] = 1
+            metrics["forge/inconsistent"], parts["forge/inconsistent"] = 1, ("max",)
         ended = reduced.own.get(wire.STEP_END_METRIC)
         began = reduced.own.get(wire.STEP_START_METRIC)
         trace_step = reduced.own.get(wire.TRACE_STEP_METRIC)
@@ -264,6 +264,7 @@ class Assembler:
             ranks_missing=tuple(member_name(member) for member in _sorted(absent - doubtful)),
             ranks_doubtful=tuple(member_name(member) for member in _sorted(doubtful)),
             trace_step=int(trace_step.min) if trace_step else None,
+            parts=parts | {STEP_TIME: ("max",)},
         )
         return row, began.min if began else row.time_unix
 
@@ -306,7 +307,7 @@ def step_metrics(own: Mapping[str, Histogram]) -> dict[str, float]:
     slowest = own.get(wire.SLOWEST_METRIC)
     if slowest is None:
         return {}
-    return {"forge/step_time_s/max": (int(slowest.max) >> 20) / 1e6, "forge/slowest_rank": float(int(slowest.max) & 0xFFFFF)}
+    return {STEP_TIME: (int(slowest.max) >> 20) / 1e6, SLOWEST_RANK: float(int(slowest.max) & 0xFFFFF)}
 
 
 def rank_row(sender: Sender, units: list[Unit]) -> Row:
@@ -317,7 +318,7 @@ def rank_row(sender: Sender, units: list[Unit]) -> Row:
     return Row(
         run_id=sender.run_id, mode="per_rank_reduce", role=sender.role, replica=sender.replica, rank=sender.rank, step=row_id.step,
         occurrence=row_id.occurrence, attempt=row_id.attempt, revision=1, time_unix=ended.max if ended else 0.0, ranks_reporting=1,
-        world_size=sender.world_size, metrics=reduced.metrics, nonfinite=reduced.nonfinite,
+        world_size=sender.world_size, metrics=reduced.metrics, nonfinite=reduced.nonfinite, parts=reduced.parts,
     )  # fmt: skip
 
 

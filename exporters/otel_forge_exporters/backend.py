@@ -28,6 +28,11 @@ class RunInfo:
     namespace: str | None = None
 
 
+def run_dir(work_dir: Path, run_id: str) -> Path:
+    """Where files of a run are kept when no path is configured."""
+    return work_dir / "otel-forge-runs" / run_id
+
+
 class Backend(Protocol):
     """A place for rows. One instance per run and configured name; every call comes from one thread, its own."""
 
@@ -55,17 +60,21 @@ _BUILT_IN = {
     "console": "otel_forge_exporters.console:ConsoleBackend",
     "wandb": "otel_forge_exporters.wandb:WandbBackend",
     "tensorboard": "otel_forge_exporters.tensorboard:TensorboardBackend",
+    "otlp": "otel_forge_exporters.otlp:OtlpBackend",
+    "parquet": "otel_forge_exporters.parquet:ParquetBackend",
+    "mlflow": "otel_forge_exporters.mlflow:MlflowBackend",
+    "trackio": "otel_forge_exporters.trackio:TrackioBackend",
 }
+_OWN = "otel_forge_exporters.own:OwnBackend"
 
 
 def make_backend(name: str, config: BackendConfig, run: RunInfo, work_dir: Path) -> Backend:
-    """The backend of a configured name. Raises ConfigError when its package is not installed or its class not found."""
-    path = config.class_ if isinstance(config, CustomConfig) else _BUILT_IN[name]
-    module, _, attribute = path.partition(":")
+    """The backend of a configured name. Raises ConfigError when its package is not installed."""
+    is_own = isinstance(config, CustomConfig)
+    module, _, attribute = (_OWN if is_own else _BUILT_IN[name]).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        extra = f": pip install 'otel-forge[{name}]'" if name in _BUILT_IN else ""
-        raise ConfigError([f"metric_logging.{name}: {path} cannot be loaded ({error}){extra}"]) from error
-    backend: Backend = found(config, run, work_dir)
+    except ImportError as error:
+        raise ConfigError([f"metric_logging.{name}: it cannot be loaded ({error}): pip install 'otel-forge[{name}]'"]) from error
+    backend: Backend = found(name, config, run, work_dir) if is_own else found(config, run, work_dir)
     return backend

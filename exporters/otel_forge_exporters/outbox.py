@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sqlite3
 import threading
@@ -10,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from otel_forge.config import BackendConfig
-from otel_forge.errors import ConfigError
+from otel_forge.errors import BackendTimeout, ConfigError
 from otel_forge_exporters.backend import Backend, RunInfo, make_backend
-from otel_forge_exporters.console import shown
 from otel_forge_exporters.rows import Row, from_stored
+from otel_forge_exporters.shaping import Shaper
 from otel_forge_exporters.spool import Spool
 
 logger = logging.getLogger("otel_forge.exporter")
@@ -23,6 +22,8 @@ REWIND_ROWS = 5_000
 """After a restart, so many rows before the last known one are looked up in the backend's place."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+GIVE_UP_WAITING = 5
+"""A backend that failed so often in a row (over about 8 s) keeps the end of a run no longer from going on."""
 
 
 class Outbox:
@@ -42,12 +43,21 @@ class Outbox:
         self._recheck_up_to = recheck_up_to
         self._known = spool.cursor(run.run_id, name)
         """What an earlier process gave to the backend. Its place may have lost the end (wandb flushes every 2 s), so that is asked for again."""
-        self._cursor = spool.seq_before(run.run_id, self.mode, self._known, REWIND_ROWS)
+        self._cursor = self._taken = spool.seq_before(run.run_id, self.mode, self._known, REWIND_ROWS)
+        self._shaper = Shaper(config, self._stored)
+        self._shaped: list[tuple[int | None, Row]] = []
+        """What waits to be written: the sequence number that each row was made at (None: at the end), and the row."""
         self._backend: Backend | None = None
+        self._is_open = False
         self._wake = threading.Condition()
         self._pending = True
         self._stopping = False
+        self._ending = False
+        """Whether the run is over, so that steps which wait to be merged with later ones have to be written."""
         self._broken = False
+        self._hangs = False
+        self._failures = 0
+        """How often writing has failed since it last went well."""
         self._thread = threading.Thread(target=self._loop, name=f"otel-forge-{name}", daemon=True)
 
     def start(self) -> None:
@@ -64,6 +74,10 @@ class Outbox:
         """Rows that are not written yet; a backend that can never be opened has none."""
         return 0 if self._broken else self._spool.pending(self._run.run_id, self.mode, self._cursor)
 
+    def is_worth_waiting_for(self) -> bool:
+        """Whether there are rows that it will soon have: not when it hangs or fails time after time. Those rows are kept."""
+        return not self._hangs and self._failures < GIVE_UP_WAITING and self.backlog() > 0
+
     def location(self) -> str | None:
         """Where the rows are."""
         return self._backend.location() if self._backend is not None else None
@@ -71,6 +85,7 @@ class Outbox:
     def stop(self, exit_code: int | None, timeout_s: float) -> None:
         """Write what there is, as long as that goes without failures, then end the backend's run."""
         with self._wake:
+            self._ending = exit_code is not None or not self._spool.is_durable
             self._stopping = self._pending = True
             self._wake.notify_all()
         self._thread.join(timeout_s)
@@ -122,51 +137,56 @@ class Outbox:
         if text != self.last_error:
             logger.warning("backend %s of run %s: %s; its rows are kept and tried again", self.name, self._run.run_id, text)
         self.last_error = text
+        self._failures += 1
+        self._hangs = isinstance(error, BackendTimeout)
 
     def _write_some(self) -> bool:
         """Write one batch; whether there may be more."""
         try:
-            stored = self._spool.rows_after(self._run.run_id, self.mode, self._cursor, BATCH_ROWS)
+            more = bool(self._shaped) or self._shape_some()
         except sqlite3.ProgrammingError:  # the spool was closed
             return False
-        if not stored:
+        if self._shaped:
+            if self._backend is None:
+                self._backend = make_backend(self.name, self._config, self._run, self._work_dir)
+            if not self._is_open:
+                self._backend.open()
+                self._is_open = True
+            fresh = [row for seq, row in self._shaped if self._is_missing(seq, row)]
+            self._backend.write(fresh)
+            self._shaped = []
+            self.written += len(fresh)
+        self._hangs, self._failures = False, 0
+        if not more:
             return False
-        if self._backend is None:
-            backend = make_backend(self.name, self._config, self._run, self._work_dir)
-            backend.open()
-            self._backend = backend
-        rows = [from_stored(item.row) for item in stored]
-        fresh = [row for item, row in zip(stored, rows, strict=True) if self._is_missing(item.seq, row)]
-        self._backend.write([view for view in map(self._view, fresh) if view is not None])
-        self._cursor = stored[-1].seq
+        self._cursor = self._taken
         if self._cursor > self._known:
             self._spool.move_cursor(self._run.run_id, self.name, self._cursor)
-        self.written += len(fresh)
         if self.last_error is not None:
             logger.info("backend %s of run %s works again", self.name, self._run.run_id)
             self.last_error = None
         return True
 
-    def _is_missing(self, seq: int, row: Row) -> bool:
+    def _shape_some(self) -> bool:
+        """Take the next revisions from the spool; whether there were any. At the end of the run, what waited for later steps comes last."""
+        stored = self._spool.rows_after(self._run.run_id, self.mode, self._cursor, BATCH_ROWS)
+        for item in stored:
+            self._shaped += [(item.seq, row) for row in self._shaper.take(item.seq, from_stored(item.row))]
+            self._taken = item.seq
+        if not stored and self._ending:
+            self._shaped = [(None, row) for row in self._shaper.rest()]
+        return bool(stored)
+
+    def _stored(self, row_keys: Sequence[str], before: int | None) -> list[Row]:
+        return [from_stored(item.row) for item in self._spool.revisions_of(self._run.run_id, row_keys, before)]
+
+    def _is_missing(self, seq: int | None, row: Row) -> bool:
         """Whether the backend has to get a row: surely when nobody gave it, else when the backend says that it is not there."""
-        if seq > max(self._recheck_up_to, self._known):
+        if seq is not None and seq > max(self._recheck_up_to, self._known):
             return True
         assert self._backend is not None
         has = self._backend.has(row)
-        return not has if has is not None else seq > self._known
-
-    def _view(self, row: Row) -> Row | None:
-        """The row as the backend's options want it: every n-th step, chosen keys, other names."""
-        config = self._config
-        if row.step % config.every:
-            return None
-        if config.include == ("*",) and not config.exclude and not config.rename:
-            return row
-        metrics = {config.rename.get(key, key): value for key, value in row.metrics.items() if shown(key, config.include, config.exclude)}
-        if row.sequence is not None and not metrics:
-            return None
-        nonfinite = {config.rename.get(key, key): count for key, count in row.nonfinite.items() if shown(key, config.include, config.exclude)}
-        return dataclasses.replace(row, metrics=metrics, nonfinite=nonfinite)
+        return not has if has is not None else seq is None or seq > self._known
 
 
 def end_all(outboxes: Sequence[Outbox], exit_code: int | None, timeout_s: float) -> None:

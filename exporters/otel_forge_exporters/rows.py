@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ class HistogramValue:
     counts: tuple[int, ...]
     min: float
     max: float
+    sum: float | None = None
+    """Of all values; None in a row that was stored before it was kept."""
 
     def quantile(self, q: float) -> float:
         """The q-quantile, interpolated inside its bucket and never outside the values' extremes; the error is at most the bucket's width."""
@@ -32,6 +35,14 @@ class HistogramValue:
 
 
 MetricValue = float | int | None | HistogramValue
+Part = tuple[str | int | float, ...]
+"""What a metric is merged from over several steps, beside its value: its reduction, and then what the value does not tell.
+
+`("mean", Σ weight·value, Σ weight)`; `("std", n, x, i, xx, j)` with Σx = x/2^i and Σx² = xx/2^j, exact; else the reduction alone.
+"""
+STEP_TIME = "forge/step_time_s/max"
+SLOWEST_RANK = "forge/slowest_rank"
+"""Keys of what otel-forge says of the step itself; the second goes with the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +75,19 @@ class Row:
     trace_step: int | None = None
     sequence: int | None = None
     """Counts the records of one process, in rows of one record."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """Of the metrics that were reduced. It is for merging only, and in no backend's output."""
 
     @property
     def key(self) -> str:
         """What identifies the row within its run, whatever the revision; it sorts nothing."""
+        return self.key_at(self.step)
+
+    def key_at(self, step: int) -> str:
+        """The key of the same row of another step."""
         member = "" if self.rank is None else f"/{self.replica}.{self.rank}"
         record = "" if self.sequence is None else f"#{self.sequence}"
-        return f"{self.mode}/{self.role}{member}/a{self.attempt}/s{self.step}/o{self.occurrence}{record}"
+        return f"{self.mode}/{self.role}{member}/a{self.attempt}/s{step}/o{self.occurrence}{record}"
 
     def flat(self) -> dict[str, float | int | None]:
         """The metrics as numbers: a histogram becomes its quantiles, what is not whole is marked by `forge/…` keys."""
@@ -111,11 +128,8 @@ class Row:
 def to_stored(row: Row) -> str:
     """A form that `from_stored` gives back whole, for the spool."""
     fields: dict[str, Any] = {name: getattr(row, name) for name in Row.__slots__}
-    fields["metrics"] = {
-        key: {"bounds": value.bounds, "counts": value.counts, "min": value.min, "max": value.max} if isinstance(value, HistogramValue) else value
-        for key, value in row.metrics.items()
-    }
-    fields["nonfinite"] = dict(row.nonfinite)
+    fields["metrics"] = {key: dataclasses.asdict(value) if isinstance(value, HistogramValue) else value for key, value in row.metrics.items()}
+    fields["nonfinite"], fields["parts"] = dict(row.nonfinite), dict(row.parts)
     return json.dumps(fields)
 
 
@@ -123,11 +137,12 @@ def from_stored(text: str) -> Row:
     """The row that `to_stored` wrote."""
     fields = json.loads(text)
     fields["metrics"] = {
-        key: HistogramValue(tuple(value["bounds"]), tuple(value["counts"]), value["min"], value["max"]) if isinstance(value, dict) else value
+        key: HistogramValue(**value | {"bounds": tuple(value["bounds"]), "counts": tuple(value["counts"])}) if isinstance(value, dict) else value
         for key, value in fields["metrics"].items()
     }
     fields["ranks_missing"] = tuple(fields["ranks_missing"])
     fields["ranks_doubtful"] = tuple(fields["ranks_doubtful"])
+    fields["parts"] = {key: tuple(part) for key, part in fields.get("parts", {}).items()}
     return Row(**fields)
 
 

@@ -192,15 +192,15 @@ class Service:
         return self._is_drained()
 
     def _is_drained(self) -> bool:
-        if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._backlog():
+        if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._is_writing():
             return False
         everything_came = None if self._recovered else self._assembler.everything_came()
         if everything_came is not None:
             return everything_came
         return self._clock() - self._last_payload >= self._grace_s
 
-    def _backlog(self) -> int:
-        return sum(outbox.backlog() for run in list(self._runs.values()) for outbox in run.outboxes)
+    def _is_writing(self) -> bool:
+        return any(outbox.is_worth_waiting_for() for run in list(self._runs.values()) for outbox in run.outboxes)
 
     def stop(self, timeout_s: float, exit_code: int | None = None) -> None:
         """Stop taking payloads and end every backend. A run whose members are not all done ends with `exit_code`; None: it goes on later."""
@@ -495,8 +495,9 @@ class Service:
     def _finish(self, run: _Run, exit_code: int | None, timeout_s: float) -> None:
         run.finished = True
         end_all(run.outboxes, exit_code, timeout_s)
-        if exit_code is not None and not any(outbox.backlog() for outbox in run.outboxes):
-            self._spool.finish(run.info.run_id, exit_code)
+        with contextlib.suppress(sqlite3.ProgrammingError):  # the spool was closed meanwhile: the next process ends the run
+            if exit_code is not None and not any(outbox.backlog() for outbox in run.outboxes):
+                self._spool.finish(run.info.run_id, exit_code)
 
     def _complain(self, kind: str, text: str, *values: object) -> None:
         """Each kind of complaint once."""

@@ -23,6 +23,8 @@ logger = logging.getLogger("otel_forge.exporter")
 VERSION = 1
 MAX_BYTES = 8 << 30
 """A spool of this size takes nothing more: senders are told to come again."""
+MAX_PARAMETERS = 500
+"""SQLite takes 999 in a statement where it is old."""
 
 _SCHEMA = """
 CREATE TABLE inbox (id INTEGER PRIMARY KEY, received REAL NOT NULL, body BLOB NOT NULL);
@@ -98,6 +100,11 @@ class Spool:
         return db
 
     @property
+    def is_durable(self) -> bool:
+        """Whether another process can go on with it."""
+        return self._path is not None
+
+    @property
     def is_full(self) -> bool:
         """Whether it holds as many bytes of payloads as it may."""
         return self._bytes >= MAX_BYTES
@@ -153,6 +160,17 @@ class Spool:
         )
         with self._lock:
             return [StoredRow(*fields) for fields in self._db.execute(query, (run_id, mode, seq, limit))]
+
+    def revisions_of(self, run_id: str, row_keys: Sequence[str], before: int | None) -> list[StoredRow]:
+        """All revisions of some rows, in the order they were made; `before` a sequence number, where one is given."""
+        found = []
+        with self._lock:
+            for start in range(0, len(row_keys), MAX_PARAMETERS):
+                keys = row_keys[start : start + MAX_PARAMETERS]
+                query = f"""SELECT seq, run_id, mode, row_key, revision, row_id, chosen, row FROM revisions
+                            WHERE run_id=? AND row_key IN ({",".join("?" * len(keys))}) AND seq<?"""
+                found += [StoredRow(*fields) for fields in self._db.execute(query, (run_id, *keys, before if before is not None else 1 << 62))]
+        return sorted(found, key=lambda stored: stored.seq)
 
     def last_revisions(self) -> list[StoredRow]:
         """The newest revision of each global row that is not closed."""

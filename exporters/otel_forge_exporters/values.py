@@ -6,12 +6,12 @@ Sums over partials are correctly rounded (math.fsum), so any order of the same p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from otel_forge import wire
-from otel_forge_exporters.rows import HistogramValue, MetricValue, finite_or_none
+from otel_forge_exporters.rows import HistogramValue, MetricValue, Part, finite_or_none
 
 SeriesKey = tuple[str, str]
 """(key as the user typed it, `forge.reduction`)."""
@@ -52,6 +52,8 @@ class Reduced:
 
     metrics: dict[str, MetricValue]
     nonfinite: dict[str, int]
+    parts: dict[str, Part]
+    """Of each metric that has a value, what it can be merged from over steps."""
     own: dict[str, Histogram]
     """Series of otel-forge itself (`forge.*`), by metric name."""
     problems: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ def reduce_values(partials: Iterable[Mapping[SeriesKey, list[Value]]]) -> Reduce
         for (key, reduction), values in partial.items():
             merged.setdefault(key, {}).setdefault(reduction, []).extend(values)
     metrics: dict[str, MetricValue] = {}
+    parts_of: dict[str, Part] = {}
     nonfinite: dict[str, int] = {}
     own: dict[str, Histogram] = {}
     problems: list[str] = []
@@ -83,35 +86,37 @@ def reduce_values(partials: Iterable[Mapping[SeriesKey, list[Value]]]) -> Reduce
             bad = int(count)
             if bad:
                 nonfinite[name] = bad
+            metrics[name] = None
+            if bad:
+                continue
             try:
-                metrics[name] = None if bad else _reduce_one(reduction, parts)
+                metrics[name], parts_of[name] = _reduce_one(reduction, parts)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                metrics[name] = None
                 problems.append(f"{key} ({reduction}): {error}")
-            if metrics[name] is None and not bad:
+            if metrics[name] is None:
                 nonfinite[name] = 1
-    return Reduced(metrics, nonfinite, own, tuple(problems))
+    return Reduced(metrics, nonfinite, parts_of, own, tuple(problems))
 
 
-def _reduce_one(reduction: str, parts: Mapping[str, list[Value]]) -> MetricValue:
+def _reduce_one(reduction: str, parts: Mapping[str, list[Value]]) -> tuple[MetricValue, Part]:
     if reduction == "std":
         return _std(parts)
     if reduction in ("sum", "count"):
-        return finite_or_none(math.fsum(_sum(value) for value in parts[""]))
+        return finite_or_none(math.fsum(_sum(value) for value in parts[""])), (reduction,)
     histograms = [value for value in parts.get("", []) if isinstance(value, Histogram)]
     if reduction == "mean":
         weighted = math.fsum([*(value.sum for value in histograms), *(_sum(value) for value in parts.get(wire.WEIGHTED_SUM, []))])
         weight = math.fsum([*(value.count for value in histograms), *(_sum(value) for value in parts.get(wire.WEIGHT, []))])
-        return finite_or_none(weighted / weight)
+        return finite_or_none(weighted / weight), ("mean", weighted, weight)
     if not histograms:
         raise ValueError("no histogram points")
     whole = _merge_histograms(histograms)
     if reduction == "histogram":
         if len({value.bounds for value in histograms}) > 1:
             raise ValueError("ranks recorded it with different bounds")
-        return HistogramValue(whole.bounds, whole.buckets, whole.min, whole.max)
+        return HistogramValue(whole.bounds, whole.buckets, whole.min, whole.max, finite_or_none(whole.sum)), (reduction,)
     if reduction in ("min", "max"):
-        return finite_or_none(whole.min if reduction == "min" else whole.max)
+        return finite_or_none(whole.min if reduction == "min" else whole.max), (reduction,)
     raise ValueError("unknown reduction")
 
 
@@ -142,12 +147,50 @@ def _total(values: Iterable[float]) -> float:
         return math.nan
 
 
-def _std(parts: Mapping[str, list[Value]]) -> float:
-    """Population standard deviation from exact moments: sqrt(Σx²/n - (Σx/n)²), rounded once at the end."""
+def merge_steps(values: Sequence[tuple[MetricValue, Part]]) -> tuple[MetricValue, Part]:
+    """One metric of several rows as one: what its reduction over all the records of all the rows is. A value None (not finite) makes it None.
+
+    Raises ValueError or ArithmeticError when there is no such value (a key with two reductions, histograms with different bounds).
+    """
+    numbers = [value for value, _ in values]
+    (reduction,) = {part[0] for _, part in values}
+    if reduction == "histogram":
+        return _merge_histogram_values([value for value in numbers if isinstance(value, HistogramValue)]), (reduction,)
+    found = [float(value) for value in numbers if isinstance(value, (int, float))]
+    if len(found) < len(numbers):
+        return None, (reduction,)
+    if reduction == "mean":
+        weighted, weight = (math.fsum(float(part[index]) for _, part in values) for index in (1, 2))
+        return finite_or_none(weighted / weight), (reduction, weighted, weight)
+    if reduction == "std":
+        n = sum(int(part[1]) for _, part in values)
+        x, xx = (sum((Fraction(int(part[at]), 1 << int(part[at + 1])) for _, part in values), Fraction()) for at in (2, 4))
+        return _deviation(n, x, xx)
+    if reduction in ("sum", "count"):
+        return finite_or_none(_total(found)), (reduction,)
+    return (min(found) if reduction == "min" else max(found)), (reduction,)
+
+
+def _merge_histogram_values(values: list[HistogramValue]) -> HistogramValue:
+    if len({value.bounds for value in values}) > 1:
+        raise ValueError("histograms with different bounds")
+    sums = [value.sum for value in values]
+    total = None if None in sums else finite_or_none(_total(value for value in sums if value is not None))
+    counts = tuple(map(sum, zip(*(value.counts for value in values), strict=True)))
+    return HistogramValue(values[0].bounds, counts, min(value.min for value in values), max(value.max for value in values), total)
+
+
+def _std(parts: Mapping[str, list[Value]]) -> tuple[float, Part]:
     n = _integer(parts[wire.MOMENT_N], 0)
     x = Fraction(_integer(parts.get(wire.MOMENT_X, []), wire.X_SHIFT), 1 << wire.X_SHIFT)
     xx = Fraction(_integer(parts.get(wire.MOMENT_XX, []), wire.XX_SHIFT), 1 << wire.XX_SHIFT)
-    return _sqrt(xx / n - (x / n) ** 2)
+    return _deviation(n, x, xx)
+
+
+def _deviation(n: int, x: Fraction, xx: Fraction) -> tuple[float, Part]:
+    """Population standard deviation from exact moments: sqrt(Σx²/n - (Σx/n)²), rounded once at the end."""
+    exponents = (x.denominator.bit_length() - 1, xx.denominator.bit_length() - 1)  # denominators are powers of two
+    return _sqrt(xx / n - (x / n) ** 2), ("std", n, x.numerator, exponents[0], xx.numerator, exponents[1])
 
 
 def _integer(values: list[Value], shift: int) -> int:

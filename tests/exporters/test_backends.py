@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,102 @@ def test_a_line_that_a_crash_tore_is_cut_and_known_rows_are_found(tmp_path: Path
     backend.write([row(2)])
     backend.close(0, 1.0)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def _steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def _jsonl(folder: Path, run_id: str = "r", **options: Any) -> Iterator[JsonlBackend]:
+    backend = JsonlBackend(JsonlConfig(path=folder / "rows.jsonl", **options), RunInfo(run_id), folder)
+    backend.open()
+    yield backend
+    backend.close(0, 5.0)
+
+
+def test_a_row_is_written_once_however_often_it_is_given(tmp_path: Path) -> None:
+    with _jsonl(tmp_path) as backend:
+        backend.write([row(0), row(0), row(1)])
+        backend.write([row(1), row(1, revision=2), row(1, rank=0, mode="per_rank_reduce")])
+    with _jsonl(tmp_path) as again:
+        again.write([row(0), row(1, revision=2), row(2), row(1, rank=0, mode="per_rank_reduce")])
+    assert [(found["step"], found["revision"], found["rank"]) for found in rows_of(tmp_path / "rows.jsonl")] == [
+        (0, 1, None), (1, 1, None), (1, 2, None), (1, 1, 0), (2, 1, None),
+    ]  # fmt: skip
+
+
+def test_full_files_are_renamed_the_oldest_go_and_no_row_is_cut(tmp_path: Path) -> None:
+    size = len(row(10).to_json()) + 1
+    with _jsonl(tmp_path, max_bytes=3 * size, keep=2) as backend:
+        backend.write([row(step) for step in range(10, 15)])
+        backend.write([row(step) for step in range(15, 22)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "rows.jsonl.1", "rows.jsonl.2"]
+    assert [_steps(tmp_path / name) for name in ("rows.jsonl.2", "rows.jsonl.1", "rows.jsonl")] == [[13, 14, 15], [16, 17, 18], [19, 20, 21]]
+    with _jsonl(tmp_path, max_bytes=3 * size, keep=2) as again:
+        assert [again.has(row(step)) for step in (12, 13, 18, 21, 22)] == [False, True, True, True, False]
+
+
+def test_a_writer_killed_between_the_two_names_of_a_full_file_doubles_no_row(tmp_path: Path) -> None:
+    with _jsonl(tmp_path, max_bytes=10) as backend:
+        backend.write([row(0)])
+    (tmp_path / "rows.jsonl.1").hardlink_to(tmp_path / "rows.jsonl")
+    with _jsonl(tmp_path, max_bytes=10) as backend:
+        backend.write([row(1)])
+    assert {path.name: _steps(path) for path in tmp_path.iterdir()} == {"rows.jsonl": [1], "rows.jsonl.1": [0]}
+
+
+def test_a_row_larger_than_a_file_may_be_has_a_file_of_its_own(tmp_path: Path) -> None:
+    with _jsonl(tmp_path, max_bytes=10) as backend:
+        backend.write([row(step) for step in range(3)])
+    assert [_steps(tmp_path / name) for name in ("rows.jsonl.2", "rows.jsonl.1", "rows.jsonl")] == [[0], [1], [2]]
+
+
+def test_with_nothing_kept_only_the_newest_rows_are_there(tmp_path: Path) -> None:
+    with _jsonl(tmp_path, max_bytes=10, keep=0) as backend:
+        backend.write([row(step) for step in range(3)])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert _steps(tmp_path / "rows.jsonl") == [2]
+
+
+def test_writers_of_one_file_go_on_when_another_one_renames_it(tmp_path: Path) -> None:
+    """Six processes, forty rows each, a file for every fifth row: each row once and whole."""
+    script = """
+import sys
+from pathlib import Path
+from tests.exporters.test_backends import _jsonl, row
+with _jsonl(Path(sys.argv[1]), sys.argv[2], max_bytes=1200, keep=1000) as backend:
+    for step in range(40):
+        backend.write([row(step, run_id=sys.argv[2])])
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), f"run-{number}"]) for number in range(6)]
+    assert [writer.wait(60) for writer in writers] == [0] * 6
+    found = [(item["run_id"], item["step"]) for path in tmp_path.iterdir() for item in rows_of(path)]
+    assert sorted(found) == [(f"run-{number}", step) for number in range(6) for step in range(40)]
+
+
+def test_a_full_disk_leaves_no_torn_line_and_the_rows_come_again(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: the write fails in the middle of a line."""
+    script = """
+import resource, signal, sys
+from pathlib import Path
+from tests.exporters.test_backends import _jsonl, row
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with _jsonl(Path(sys.argv[1])) as backend:
+    backend.write([row(0)])
+    rows = [row(step) for step in range(1, 5)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    try:
+        backend.write(rows)
+    except OSError as error:
+        print(error.strerror)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(len((Path(sys.argv[1]) / "rows.jsonl").read_text().splitlines()))
+    backend.write(rows)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["File too large", "1"]
+    assert _steps(tmp_path / "rows.jsonl") == [0, 1, 2, 3, 4]
 
 
 class Flaky:
@@ -148,6 +247,22 @@ def test_drained_means_that_all_that_the_ranks_say_they_flushed_is_here(tmp_path
     service.accept_metrics(ranks.send(0, 1, mean(1.0)))
     assert service.drain(10)
     service.stop(5.0, 0)
+
+
+def test_a_run_that_is_ended_too_late_is_ended_by_the_next_process(tmp_path: Path) -> None:
+    """A machine with too much to do: the time to stop is over, and the spool closed, before a run's end is noted."""
+    config = load_config({"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}})
+    service = Service(config, state_dir=tmp_path / "state", work_dir=tmp_path)
+    service.start()
+    service.accept_metrics(Ranks(1).send(0, 0, mean(1.0)))
+    assert service.drain(10)
+    service.stop(5.0, None)
+    service._finish(service._runs["r"], 0, 0.1)
+    again = Service(config, state_dir=tmp_path / "state", work_dir=tmp_path)
+    again.start()
+    assert again._spool.run_ids() == ["r"]
+    again.stop(5.0, 0)
+    assert [found["step"] for found in rows_of(tmp_path / "rows.jsonl")] == [0]
 
 
 def test_the_default_options_show_every_key() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Cli, clean_environment, rows_of, wait_for
+from tests.integration.job import values
 from tests.integration.test_shapes import assert_exact, finish, launch
 
 RANKS, STEPS = 4, 60
@@ -47,6 +50,50 @@ def test_a_server_killed_and_restarted_in_the_middle_costs_nothing(victim: str, 
         from otel_forge_exporters.wandb_files import history
 
         assert sorted(row["global_step"] for row in history(tmp_path, "r") if "global_step" in row) == list(range(STEPS))
+
+
+def test_an_exporter_killed_in_the_middle_of_merged_steps_loses_and_doubles_none(
+    tmp_path: Path, config_path: Path, start_stack: Callable[..., Any]
+) -> None:
+    """Every seventh step to JSONL, each rank's steps to TensorBoard."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config_path.write_text(
+        f"metric_logging:\n  jsonl: {{path: {tmp_path}/rows.jsonl, every: 7, max_bytes: 2000, keep: 100}}\n"
+        f"  tensorboard: {{dir: {tmp_path}/tb, logging_mode: per_rank_reduce}}\n"
+    )
+    stack, servers = start_stack("direct")
+    environ = clean_environment(tmp_path / "state") | {
+        "OTEL_FORGE_ENDPOINT": servers.otlp_http, "OTEL_FORGE_SHAPE": "direct", "OTEL_FORGE_RUN_ID": "r",
+        "OTEL_FORGE_MODES": "global_reduce,per_rank_reduce",
+    }  # fmt: skip
+    ranks = launch(tmp_path, 2, environ, "--steps", str(STEPS), "--interval", "0.05")
+    for after in (3, 17):
+        wait_for(lambda after=after: len(_scalars(EventAccumulator, tmp_path)) >= after, 60, f"{after} rows")  # type: ignore[misc]
+        killed = next(popen for process, popen in stack.processes if process.name == "exporter")
+        killed.kill()
+        killed.wait()
+        assert stack.restart_dead() == ["exporter"]
+    finish(ranks)
+    assert stack.stop(drain_timeout_s=60.0, exit_code=0)
+    rows = [row for path in tmp_path.glob("rows.jsonl*") for row in rows_of(path)]
+    newest = {row["step"]: row for row in sorted(rows, key=lambda row: row["revision"])}
+    assert sorted(newest) == [*range(0, STEPS, 7), STEPS - 1]
+    assert len({(row["step"], row["revision"]) for row in rows}) == len(rows), "a row is there twice"
+    for end, row in newest.items():
+        told = [values(rank, step) for rank in range(2) for step in range(end - (end - 1) % 7 if end else 0, end + 1)]
+        assert row["metrics"]["tokens"] == pytest.approx(math.fsum(value for item in told for value in item["tokens"]), abs=1e-12)
+        assert row["metrics"]["spread"] == pytest.approx(statistics.pstdev([value for item in told for value in item["spread"]]), rel=1e-12)
+    assert _scalars(EventAccumulator, tmp_path) == list(range(STEPS))
+
+
+def _scalars(reader: Any, folder: Path) -> list[int]:
+    """Steps of rank 1's loss in TensorBoard."""
+    if not (folder / "tb" / "trainer_1").is_dir():
+        return []
+    found = reader(str(folder / "tb" / "trainer_1"), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in found.Scalars("loss")] if "loss" in found.Tags()["scalars"] else []
 
 
 def test_a_training_script_that_crashes_keeps_its_rows_and_its_exit_code(cli: Cli, config_path: Path, tmp_path: Path) -> None:
