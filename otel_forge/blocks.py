@@ -1,8 +1,8 @@
 """Many measurements at once, and measurements on a device: folded where they are. It knows torch by the tensors it is given and imports it lazily.
 
 A device scalar is copied, by a kernel on the current stream, into a slot of a slab on its device; a tensor of many elements is reduced there to a few
-numbers first. No call waits for the device. At a flush each slab is marked with an event per stream that wrote to it, and the worker, in its own
-thread and on a stream of its own, waits for those events and fetches the slab in one transfer.
+numbers first. No call waits for the device. At a flush each slab is marked with an event per stream that wrote to it; once those have passed, the
+worker fetches the slab in one transfer, in its own thread and on a stream of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from otel_forge.moments import Chunk, chunk_of
@@ -20,6 +21,17 @@ SLAB_SLOTS = 4096
 
 SQUARES_FROM, SQUARES_TO = 1e-140, 1e140
 """Differences from the mean whose squares, added up, are well inside the range of a double. A device's std is right for these only."""
+
+
+def unguarded(read: Callable[[], Any]) -> Any:
+    """The result of a read where no capture can break on it."""
+    return read()
+
+
+outside_capture: Callable[[Callable[[], Any]], Any] = unguarded
+"""The result of a read during which no CUDA graph's capture begins; None while one is under way, which a query would break. `measuring` sets it."""
+GIVEN_UP_AFTER_S = 60.0
+"""A device that has not come to a slab's events by then is not waited for any longer."""
 
 
 class Deferred:
@@ -40,12 +52,14 @@ class Deferred:
         """When it was recorded, for the backends that want every record; else None."""
 
     def is_ready(self) -> bool:
-        """It can always be read: `read` waits."""
-        return True
+        """Whether the device has written it."""
+        return self.slab.is_ready()
 
-    def read(self) -> tuple[float | Chunk, float | None]:
-        """Its number or fold, and its weight; waits for the device, so it is called by the worker only."""
+    def read(self) -> tuple[float | Chunk | None, float | None]:
+        """Its number or fold, and its weight; None where the device did not come to it. Called by the worker only, which it may hold up."""
         numbers = self.slab.read()[self.start : self.stop]
+        if len(numbers) < self.stop - self.start:
+            return None, None
         weight = numbers.pop() if self.has_weight else self.weight
         return (numbers[0] if self.kind == "scalar" else chunk_of(self.kind, numbers)), weight
 
@@ -65,6 +79,7 @@ class Slab:
         self._events: list[Any] = []
         self._used = 0
         self._read: list[float] = []
+        self._given_up = False
         self._lock = threading.Lock()
 
     def put(self, numbers: Any) -> tuple[int, int] | None:
@@ -87,11 +102,29 @@ class Slab:
         """What was written up to now can be waited for from now on."""
         self._events = [self._streams.event(stream) for stream in list(self._written)]
 
+    def is_ready(self) -> bool:
+        """Whether all that was written before the last mark is there, or will never be."""
+        return self._given_up or bool(outside_capture(lambda: all(self._streams.is_passed(event) for event in self._events)))
+
     def read(self) -> list[float]:
-        """All numbers written before the last mark, in one transfer."""
-        if len(self._read) < self._used:
-            self._read = self._streams.fetch(self._values[: self._used], self._events)
+        """All numbers written before the last mark, in one transfer; what is not there after GIVEN_UP_AFTER_S is left out for good."""
+        if len(self._read) < self._used and not self._given_up:
+            deadline = time.monotonic() + GIVEN_UP_AFTER_S
+            while not self.is_ready():
+                if time.monotonic() > deadline:
+                    self._given_up = True
+                    return self._read
+                time.sleep(0.001)
+            used = self._used
+            self._read = self._fetch(self._values[:used])
         return self._read
+
+    def _fetch(self, values: Any) -> list[float]:
+        while True:
+            found: list[float] | None = outside_capture(lambda: self._streams.fetch(values))
+            if found is not None:
+                return found
+            time.sleep(0.001)
 
 
 class DeviceStreams:
@@ -112,19 +145,19 @@ class DeviceStreams:
         tensor.record_stream(stream)
 
     def event(self, stream: Any) -> Any:
-        """An event behind what was launched on the stream so far, which a thread can sleep on."""
+        """An event behind what was launched on the stream so far."""
         if stream is None:
             return None
-        module = self._module(stream.device)
-        event = module.Event(blocking=True) if stream.device.type == "cuda" else module.Event()
+        event = self._module(stream.device).Event()
         event.record(stream)
         return event
 
-    def fetch(self, values: Any, events: list[Any]) -> list[float]:
-        """The numbers, once the events have passed; the copy runs beside the training's streams."""
-        for event in events:
-            if event is not None:
-                event.synchronize()
+    def is_passed(self, event: Any) -> bool:
+        """Whether the device has come to it."""
+        return event is None or bool(event.query())
+
+    def fetch(self, values: Any) -> list[float]:
+        """The numbers; the copy runs beside the training's streams."""
         module = self._module(values.device)
         beside = module.stream(module.Stream(values.device)) if module is not None else contextlib.nullcontext()
         with beside:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from otel_forge import blocks
 from otel_forge import device as devices
 from otel_forge.device import Accelerator
 from otel_forge.device_time import DeviceTimer, DeviceTimes, Interval, Mark
@@ -205,7 +206,7 @@ def begin(timer: str, given: Any, track_memory: bool | str) -> Measurement | Non
         return None
     timer = _default_timer if timer == "auto" else timer
     track_memory = track_memory or _default_memory
-    accelerator = _accelerator or _find()
+    accelerator = _accelerator or find()
     try:
         if accelerator is None:
             return _begin_without(timer, given, track_memory)
@@ -250,7 +251,7 @@ def _is_absent() -> bool:
     return _absent
 
 
-def _find() -> Accelerator | None:
+def find() -> Accelerator | None:
     """Ask torch, once it is there, to say when the program initialises its accelerator."""
     global _watching, look
     if not _watching:
@@ -265,6 +266,7 @@ def use(accelerator: Accelerator) -> None:
     """Measure on this accelerator from now on; tests give a fake one."""
     global _accelerator, look, _watching
     _accelerator, look, _watching = accelerator, not _closed, True
+    blocks.outside_capture = accelerator.outside_capture
 
 
 def _the_timer(accelerator: Accelerator) -> DeviceTimer:
@@ -336,6 +338,7 @@ def reset() -> None:
     close()
     if _accelerator is not None:
         _accelerator.restore()
+    blocks.outside_capture = blocks.unguarded
     _early.clear()
     _accelerator, _tracker, _watching, _closed, _absent = None, None, False, False, None
     _default_timer, _default_memory, look = "auto", False, True

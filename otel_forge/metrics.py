@@ -121,11 +121,11 @@ class Taken:
         self.deferred: list[Deferred | Late] = _take(series.deferred)
 
     def is_ready(self) -> bool:
-        """Whether what is known later is known. (What lies on a device is waited for by `read`.)"""
+        """Whether what is known later, or lies on a device, is known."""
         return all(item.is_ready() for item in self.deferred)
 
     def read(self, stream: Callable[[str, float, Any], None] | None = None) -> None:
-        """Fetch what lies on a device; waits for it, so this is the worker's to call. `stream` is given each scalar with its stamp."""
+        """Fetch what lies on a device, which may have to be waited for: the worker's to call. `stream` is given each scalar with its stamp."""
         for item in self.deferred:
             found, weight = item.read()
             if found is None:

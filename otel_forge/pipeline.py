@@ -69,9 +69,11 @@ def _watch_torch() -> None:
 
 def _torch_is_there(torch: Any) -> None:
     global is_compiling
+    from otel_forge import measuring
     from otel_forge.torch_hooks import watch_recomputation
 
     is_compiling = torch.compiler.is_compiling
+    measuring.find()
     watch_recomputation()
 
 

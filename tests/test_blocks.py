@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otel_forge import metrics, values
+from otel_forge import blocks, metrics, values
 from otel_forge.blocks import SLAB_SLOTS, DeviceBlocks
 from otel_forge.metrics import Reduce, Taken, record_metric
 from otel_forge.moments import bucket, exact_moments, summarize, weigh
@@ -27,6 +27,7 @@ class Streams:
         self.capturing = False
         self.marked: list[str] = []
         self.kept: list[str] = []
+        self.busy: set[str] = set()
         self.fetches = 0
 
     def current(self, device: Any) -> str:
@@ -42,8 +43,11 @@ class Streams:
         self.marked.append(stream)
         return stream
 
-    def fetch(self, slots: torch.Tensor, events: list[str]) -> list[float]:
-        assert events, "read before it was marked"
+    def is_passed(self, event: str) -> bool:
+        return event not in self.busy
+
+    def fetch(self, slots: torch.Tensor) -> list[float]:
+        assert self.marked, "read before it was marked"
         self.fetches += 1
         return slots.tolist()
 
@@ -93,6 +97,31 @@ def test_every_stream_that_wrote_is_waited_for_and_holds_the_memory(streams: Str
     record_metric("x", torch.tensor(2.0))
     assert _drain()["x"].values == [1.0, 2.0]
     assert (streams.marked, streams.kept) == (["main", "side"], ["side"])
+
+
+def test_a_step_is_held_until_the_device_has_come_to_it_and_given_up_when_it_never_does(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, expected in (("x", [1.0]), ("lost", [])):
+        streams.busy.add("main")
+        record_metric(key, torch.tensor(1.0))
+        (taken,) = metrics.registry().drain()
+        assert not taken.is_ready()
+        if expected:
+            streams.busy.clear()
+            assert taken.is_ready()
+        else:
+            monkeypatch.setattr(blocks, "GIVEN_UP_AFTER_S", 0.01)
+        taken.read()
+        assert taken.values == expected
+
+
+def test_nothing_is_asked_of_the_device_while_a_graph_is_captured(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [True, True, True]
+    monkeypatch.setattr(blocks, "outside_capture", lambda read: None if capturing and capturing.pop() else read())
+    record_metric("x", torch.tensor(1.0))
+    (taken,) = metrics.registry().drain()
+    assert not taken.is_ready()
+    taken.read()
+    assert (taken.values, capturing, streams.fetches) == ([1.0], [], 1)
 
 
 def test_more_scalars_than_a_slab_has_slots_are_all_there(streams: Streams) -> None:
