@@ -7,7 +7,7 @@ from otel_forge.instrumentation import instrument, no_instrument, uninstrument
 from otel_forge.metrics import Reduce, record_metric, record_metrics
 from otel_forge.modes import LoggingMode
 from otel_forge.pipeline import flush, get_step, init, role, set_run_config, set_step, shutdown
-from otel_forge.propagation import extract, inject
+from otel_forge.propagation import carry, extract, inject
 from otel_forge.tracing import Tracer, span, step, trace
 
 __version__ = "0.1.0"
@@ -16,6 +16,7 @@ __all__ = [
     "LoggingMode",
     "Reduce",
     "Tracer",
+    "carry",
     "extract",
     "flush",
     "get_step",

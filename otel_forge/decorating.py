@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, TypeVar, cast
 
 from otel_forge import pipeline
 
+_clock = time.perf_counter_ns
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -34,8 +36,12 @@ def decorate(function: F, make: Callable[[tuple[Any, ...]], Any]) -> F:
 
 def _coroutine(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], Any]) -> Any:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with make(args):
-            return await function(*args, **kwargs)
+        with make(args) as opened:
+            body = _Pieces(function(*args, **kwargs), None)
+            try:
+                return await body
+            finally:
+                opened.set_busy(body.busy_ns)
 
     return wrapper
 
@@ -43,14 +49,32 @@ def _coroutine(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], A
 class _Suspended:
     """A scope whose body runs in pieces: current only while the body runs, so that the consumer's own scopes are no children of it."""
 
-    __slots__ = ("context", "scope")
+    __slots__ = ("busy_ns", "context", "opened", "scope")
 
     def __init__(self, scope: Any) -> None:
         self.scope = scope
+        self.busy_ns = 0
         self.context = contextvars.copy_context()
-        self.context.run(scope.__enter__)
+        self.opened = self.context.run(scope.__enter__)
+
+    def run(self, piece: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Run a piece of the body."""
+        began = _clock()
+        try:
+            return self.context.run(piece, *arguments, **options)
+        finally:
+            self.busy_ns += _clock() - began
+
+    async def wait(self, awaitable: Any) -> Any:
+        """Run a piece of the body that is awaited."""
+        pieces = _Pieces(awaitable, self.context)
+        try:
+            return await pieces
+        finally:
+            self.busy_ns += pieces.busy_ns
 
     def end(self, error: BaseException | None) -> None:
+        self.opened.set_busy(self.busy_ns)
         kind = None if error is None else type(error)
         self.context.run(self.scope.__exit__, kind, error, None)
 
@@ -59,18 +83,18 @@ def _generator(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], A
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         suspended = _Suspended(make(args))
         error: BaseException | None = None
-        body = suspended.context.run(function, *args, **kwargs)
+        body = suspended.run(function, *args, **kwargs)
         advance, value = body.send, None
         try:
             while True:
                 try:
-                    item = suspended.context.run(advance, value)
+                    item = suspended.run(advance, value)
                 except StopIteration as done:
                     return done.value
                 try:
                     advance, value = body.send, (yield item)
                 except GeneratorExit:
-                    suspended.context.run(body.close)
+                    suspended.run(body.close)
                     raise
                 except BaseException as thrown:
                     advance, value = body.throw, thrown
@@ -87,18 +111,18 @@ def _async_generator(function: Callable[..., Any], make: Callable[[tuple[Any, ..
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         suspended = _Suspended(make(args))
         error: BaseException | None = None
-        body = suspended.context.run(function, *args, **kwargs)
+        body = suspended.run(function, *args, **kwargs)
         advance, value = body.asend, None
         try:
             while True:
                 try:
-                    item = await _in_context(suspended.context, advance(value))
+                    item = await suspended.wait(advance(value))
                 except StopAsyncIteration:
                     return
                 try:
                     advance, value = body.asend, (yield item)
                 except GeneratorExit:
-                    await _in_context(suspended.context, body.aclose())
+                    await suspended.wait(body.aclose())
                     raise
                 except BaseException as thrown:
                     advance, value = body.athrow, thrown
@@ -111,14 +135,22 @@ def _async_generator(function: Callable[..., Any], make: Callable[[tuple[Any, ..
     return wrapper
 
 
-class _in_context:
-    """Await something with a context of its own around each of its steps."""
+class _Pieces:
+    """Awaits something, and adds up the time of its steps; each runs in the given context, if there is one."""
 
-    __slots__ = ("_awaitable", "_context")
+    __slots__ = ("_awaitable", "_context", "busy_ns")
 
-    def __init__(self, context: contextvars.Context, awaitable: Any) -> None:
-        self._context = context
+    def __init__(self, awaitable: Any, context: contextvars.Context | None) -> None:
         self._awaitable = awaitable
+        self._context = context
+        self.busy_ns = 0
+
+    def _run(self, step: Callable[..., Any], argument: Any) -> Any:
+        began = _clock()
+        try:
+            return step(argument) if self._context is None else self._context.run(step, argument)
+        finally:
+            self.busy_ns += _clock() - began
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps = self._awaitable.__await__()
@@ -126,14 +158,14 @@ class _in_context:
         send = getattr(steps, "send", None) or (lambda _value: next(steps))
         while True:
             try:
-                item = self._context.run(send, value)
+                item = self._run(send, value)
             except StopIteration as done:
                 return done.value
             try:
                 value = yield item
             except BaseException as thrown:
                 try:
-                    item = self._context.run(steps.throw, thrown)
+                    item = self._run(steps.throw, thrown)
                 except StopIteration as done:
                     return done.value
                 value = yield item

@@ -53,7 +53,12 @@ def emit(
         registry().dropped += 1
         return
     text, kind = (None, None) if error is None else error
-    waiting.append(SpanRecord(name, start_ns + ANCHOR_NS, end_ns + ANCHOR_NS, span_id, parent_id, step, attributes, text, kind))
+    if kind == "CancelledError":
+        attributes = {**attributes, "forge.cancelled": True}
+    record = SpanRecord(name, start_ns + ANCHOR_NS, end_ns + ANCHOR_NS, span_id, parent_id, step, attributes, text, kind)
+    if pipeline.has_remote_traces:
+        record.trace_id = pipeline.remote_trace.get()
+    waiting.append(record)
 
 
 kept_keys: dict[tuple[str, str | None], tuple[str, str]] = {}
@@ -102,6 +107,8 @@ class Finished:
     """Where the spans go: the open role's, when the scope ended."""
     is_synchronized: bool
     """Whether the host's times are the device's, because it was waited for."""
+    attributes: Mapping[str, AttributeValue]
+    """Further ones of the scope's own span."""
 
     def emit(self, times: DeviceTimes | None) -> None:
         """Give out the spans, with the device times if there are any."""
@@ -118,6 +125,8 @@ class Finished:
 
     def _emit(self, phase: Phase, name: str, parent_id: int, seconds: float | None, start_ns: int | None, error: Failure | None) -> None:
         attributes: dict[str, AttributeValue] = {} if phase.memory is None else _memory_attributes(phase.memory)
+        if phase is self.whole:
+            attributes.update(self.attributes)
         if self.device is not None:
             attributes["forge.device"] = self.device
         if self.is_synchronized:

@@ -26,6 +26,8 @@ logger = logging.getLogger("otel_forge")
 
 AGREE_TIMEOUT_S = 30.0
 """How long the sending thread waits for rank 0 to publish the run id; nothing else waits with it."""
+ENV_RANK = "RANK"
+"""Set by torchrun."""
 _STORE_KEY = "otel_forge/run"
 
 
@@ -97,7 +99,7 @@ def _rank_and_world(environ: Mapping[str, str]) -> tuple[int, int]:
     group = _group()
     if group is not None:
         return int(group.get_rank()), int(group.get_world_size())
-    for rank_name, world_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+    for rank_name, world_name in ((ENV_RANK, "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         rank, world = environ.get(rank_name, ""), environ.get(world_name, "")
         if rank.isdigit() and world.isdigit() and int(rank) < int(world):
             return int(rank), int(world)

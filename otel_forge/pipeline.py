@@ -51,6 +51,14 @@ recording_spans = False
 """Whether spans go anywhere: between `init` and `shutdown`, unless tracing is disabled. What every scope asks first."""
 
 
+remote_trace: contextvars.ContextVar[bytes | None] = contextvars.ContextVar("otel_forge_remote_trace", default=None)
+"""The trace of another process that this context works for; None: that of the open step."""
+open_scope_ids: Callable[[], tuple[bytes, bytes] | None] | None = None
+"""(trace id, span id) of the open scope; set by `propagation`."""
+has_remote_traces = False
+"""Whether any context ever did."""
+
+
 def _never() -> bool:
     return False
 
@@ -92,7 +100,10 @@ class Pipeline:
         """`root`: the process's own pipeline, whose way to a receiver a further role shares."""
         from otel_forge.identity import process_facts
         from otel_forge.instruments import Instruments
+        from otel_forge.open_spans import Announcer
+        from otel_forge.otel_spans import OtelSpans
         from otel_forge.self_observation import SelfObservation
+        from otel_forge.span_limits import SpanLimit
         from otel_forge.spans import encode
         from otel_forge.worker import Worker
 
@@ -116,12 +127,16 @@ class Pipeline:
         self._streaming: list[Any] | None = [] if self._wants_streams() else None
         self._sender_lock = threading.Lock()
         self._instruments = Instruments()
+        self._otel_spans = OtelSpans()
         self._sender: SenderLike | None = given["sender"]
         self._worker: Worker = Worker(
             identify=self._identify,
             spans=self.spans,
             stream=self._streaming,
             observe=SelfObservation().figures,
+            limit=SpanLimit(config.tracing.max_spans_per_step),
+            announcer=Announcer(config.tracing.pending_after_s, time.time_ns() - time.perf_counter_ns()) if root is None else None,
+            may_identify=self._is_member_certain,
             encode_spans=encode,
             settle=measuring.settle,
         )
@@ -159,6 +174,15 @@ class Pipeline:
             self._member = resolve_member(given["role"], given["replica"], given["rank"], given["world_size"], os.environ)
         return self._member
 
+    def _is_member_certain(self) -> bool:
+        """Whether the rank would be the same at any later time: given, by the launcher or by torch.distributed."""
+        from otel_forge.identity import ENV_RANK
+
+        if self._member is not None or self.given["rank"] is not None or ENV_RANK in os.environ:
+            return True
+        torch = sys.modules.get("torch")
+        return torch is not None and torch.distributed.is_available() and bool(torch.distributed.is_initialized())
+
     def _identify(self, stopped: Any) -> Identified:
         """Run, attempt, destination and sender; on the worker's thread, because rank 0's word may have to be waited for."""
         from otel_forge.config import state_dir
@@ -194,9 +218,12 @@ class Pipeline:
             sender.put(builder.control(wire.PACKET_RUN_INFO, self._run_info_sent, now))
         if self.root is None and destination.metrics_url is not None and self.given["sender"] is None:
             settings = destination.settings
-            self._instruments.install(
-                destination.metrics_url, self._headers(settings.headers), settings.timeout_s, settings.protocol, builder.resource
-            )
+            how = (self._headers(settings.headers), settings.timeout_s, settings.protocol, builder.resource)
+            self._instruments.install(destination.metrics_url, *how)
+            if destination.traces_url is not None and self.config.tracing.enabled:
+                self._otel_spans.install(destination.traces_url, *how)
+        if self.root is None and open_scope_ids is not None and self.config.tracing.enabled:
+            self._otel_spans.nest(open_scope_ids)
         return Identified(run, builder, sender, builder.resource)
 
     def sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
@@ -340,7 +367,8 @@ class Pipeline:
             os.environ.pop(ENV_RELAY, None)
         for pipeline in [*self.roles.values(), self]:
             pipeline.finish(deadline, exit_code if exit_code is not None else self.exit_code)
-        self._instruments.shutdown(max(0.1, (deadline - time.monotonic()) / 2))
+        for others in (self._otel_spans, self._instruments):
+            others.shutdown(max(0.1, (deadline - time.monotonic()) / 2))
         if self._sender is None:
             return DeliveryReport(delivered=0, spilled=0, dropped=0)
         return self._sender.shutdown(max(0.1, deadline - time.monotonic()))
@@ -442,6 +470,7 @@ def role(name: str, *, replica: int = 0, rank: int | None = None, world_size: in
     found = _pipeline.role(name, replica, rank, world_size)
     if not several_roles:
         several_roles = True
+        _sample_spans()
         metrics.registry().set_route(_registry_of_context)
     token = _role.set(found)
     try:
@@ -501,9 +530,17 @@ def init(
         if _early_steps.opening:
             pipeline.steps.set(_early_steps.opening)
         _pipeline = pipeline
-        recording_spans = pipeline.config.tracing.enabled
+        _sample_spans()
         measuring.configure(timer=pipeline.config.tracing.timer, track_memory=pipeline.config.tracing.track_memory)
         _install_hooks()
+
+
+def _sample_spans() -> None:
+    """Whether the spans of the open step are kept: every n-th step's are, the same ones on every rank. With several roles in a process, all are."""
+    global recording_spans
+    if _pipeline is not None:
+        tracing = _pipeline.config.tracing
+        recording_spans = tracing.enabled and (tracing.every == 1 or several_roles or _pipeline.steps.is_sampled(tracing.every))
 
 
 def _install_hooks() -> None:
@@ -570,7 +607,9 @@ def flush(step: int, *, wait_s: float | None = None) -> bool:
         _early_steps.seal(_step_number(step, _early_steps.opening))
         return False
     try:
-        return pipeline.flush(_step_number(step, pipeline.steps.opening), wait_s)
+        sealed = pipeline.flush(_step_number(step, pipeline.steps.opening), wait_s)
+        _sample_spans()
+        return sealed
     except Exception as error:
         metrics.registry().problem("flush", "flush", f"flush({step!r}) failed: {error!r}", InvalidValueError)
         return False
@@ -581,6 +620,7 @@ def set_step(step: int) -> None:
     pipeline = current()
     steps = pipeline.steps if pipeline is not None else _early_steps
     steps.set(_step_number(step, steps.opening))
+    _sample_spans()
 
 
 def get_step() -> int:

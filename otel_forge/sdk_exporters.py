@@ -34,7 +34,7 @@ class SdkSender:
         self._spans = span_exporter
         self._queue: queue.Queue[Packet | threading.Event | None] = queue.Queue()
         self._delivered = 0
-        self._dropped = 0
+        self._dropped = self._dropped_before = 0
         self._said = False
         self._thread = threading.Thread(target=self._loop, name="otel-forge-sdk", daemon=True)
         self._thread.start()
@@ -49,11 +49,12 @@ class SdkSender:
             self._queue.put(packet)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the exporters were given what was put before this call; False when one refused something or time is over."""
-        dropped = self._dropped
+        """Wait until the exporters were given what was put before this call; False when time is over, or one refused something since the last."""
         done = threading.Event()
         self._queue.put(done)
-        return done.wait(timeout_s) and self._dropped == dropped
+        in_time = done.wait(timeout_s)
+        before, self._dropped_before = self._dropped_before, self._dropped
+        return in_time and self._dropped == before
 
     def shutdown(self, timeout_s: float) -> DeliveryReport:
         """Give the exporters what waits and shut them down, within the time; what is left by then counts as lost."""

@@ -12,8 +12,8 @@ from otel_forge.packets import Sealed
 
 PREFIX = "forge/telemetry/"
 _RECORDS, _FLUSH, _CPU = f"{PREFIX}records", f"{PREFIX}flush_time_s", f"{PREFIX}thread_cpu_s"
-_COUNTED = {name: f"{PREFIX}{name}" for name in ("resent", "spilled", "dropped")}
-"""Packets since the last flush, by what happened to them; there only when there are any."""
+_COUNTED = {name: f"{PREFIX}{name}" for name in ("resent", "spilled", "dropped", "spans_left_out")}
+"""Packets (and spans) since the last flush, by what happened to them; there only when there are any."""
 _QUEUED = f"{PREFIX}queued"
 _LOST_VALUES = f"{PREFIX}values_dropped"
 

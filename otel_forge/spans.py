@@ -29,6 +29,8 @@ class SpanRecord:
     error: str | None = None
     """The text of the failure; None when there was none."""
     error_type: str | None = None
+    trace_id: bytes | None = None
+    """Of another process's step, whose context was extracted; None: that of `step`."""
 
 
 _fixed = struct.Struct("<BQBQ").pack
@@ -42,7 +44,7 @@ def encode(records: Sequence[SpanRecord], resource: Mapping[str, AttributeValue]
         ids = steps.get(record.step)
         if ids is None:
             ids = steps[record.step] = (wire.trace_id(run_id, attempt, record.step), wire.root_span_id(run_id, attempt, record.step))
-        encoded += field(2, _span(record, *ids))
+        encoded += field(2, _span(record, record.trace_id or ids[0], ids[1]))
     scope_spans = field(2, field(1, field(1, wire.SCOPE.encode())) + bytes(encoded))
     return field(1, field(1, attributes(1, resource)) + scope_spans)
 

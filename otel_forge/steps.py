@@ -12,6 +12,8 @@ class StepTracker:
     def __init__(self) -> None:
         self._given: int | None = None
         self._last_flushed: int | None = None
+        self._stride = 1
+        """How many steps the last flush was after the one before."""
         self._occurrences: dict[int, int] = {}
 
     @property
@@ -26,6 +28,11 @@ class StepTracker:
         """The step of the last flush, None before the first."""
         return self._last_flushed
 
+    def is_sampled(self, every: int) -> bool:
+        """Whether the open step, or one that its flush will probably stand for as well, is a multiple of `every`."""
+        last = self.opening if self._given is not None else self.opening + self._stride - 1
+        return last // every * every >= self.opening
+
     def set(self, step: int) -> None:
         """Name the opening step."""
         self._given = step
@@ -36,6 +43,8 @@ class StepTracker:
         self._occurrences[step] = occurrence + 1
         if len(self._occurrences) > REMEMBERED_STEPS:
             del self._occurrences[next(iter(self._occurrences))]
+        if self._last_flushed is not None and step > self._last_flushed:
+            self._stride = step - self._last_flushed
         self._last_flushed = step
         self._given = None
         return occurrence

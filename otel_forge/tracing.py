@@ -24,19 +24,24 @@ from otel_forge.finished import Failure, Finished, Phase, emit, failure, kept_ke
 from otel_forge.measuring import Measurement
 from otel_forge.metrics import Reduce, record_metric
 from otel_forge.notices import reset_notices, warn_once
+from otel_forge.open_spans import open_scopes
 from otel_forge.points import AttributeValue
+from otel_forge.span_limits import child_id
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _clock = time.perf_counter_ns
-_new_id = random.Random(os.urandom(16)).getrandbits
+_bits = random.Random(os.urandom(16)).getrandbits
+BUSY = "forge.busy_time_s"
+"""On the span of a coroutine or generator: the time that its body ran, without that in which it was suspended."""
 _parent: contextvars.ContextVar[int] = contextvars.ContextVar("otel_forge_parent", default=0)
 """The span id that a new scope hangs under; 0: the step's root."""
 
 
 def _reseed() -> None:
-    global _new_id
-    _new_id = random.Random(os.urandom(16)).getrandbits
+    global _bits
+    _bits = random.Random(os.urandom(16)).getrandbits
+    open_scopes.clear()
 
 
 os.register_at_fork(after_in_child=_reseed)
@@ -64,14 +69,25 @@ class span:
     def __enter__(self) -> span:
         if pipeline.recording_spans and not pipeline.is_compiling():
             self._step = pipeline.get_step()
-            self._id = _new_id(63) + 1
-            self._token = _parent.set(self._id)
+            parent = _parent.get()
+            self._id = span_id = (_bits(58) << 6) | min((parent & 63) + 1, 63)  # child_id, without a call
+            self._token = _parent.set(span_id)
             self._start = _clock()
+            open_scopes[span_id] = self
         return self
+
+    def describe(self) -> tuple[str, int, int, int, str | None] | None:
+        """For the announcement of a span that is still open."""
+        token = self._token
+        return None if token is None else (self._name, self._start, _old(token), self._step, None)
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         """Add an attribute to the open span."""
         self._attributes = {**self._attributes, key: value}
+
+    def set_busy(self, busy_ns: int) -> None:
+        """How long the body of a coroutine or generator ran; the rest of the span's time it was suspended."""
+        self.set_attribute(BUSY, busy_ns / 1e9)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         token = self._token
@@ -79,6 +95,7 @@ class span:
             return
         end = _clock()
         self._token = None
+        open_scopes.pop(self._id, None)
         parent = _restore(token)
         emit(self._name, self._start, end, self._id, parent, self._step, self._attributes, failure(error))
 
@@ -104,12 +121,23 @@ def step(number: int) -> Iterator[None]:
 
 def _restore(token: contextvars.Token[int]) -> int:
     """Make the parent current again, and return it; a scope that ends in another context than it began leaves that one alone."""
-    parent = 0 if token.old_value is contextvars.Token.MISSING else token.old_value
     try:
         _parent.reset(token)
     except ValueError:
         pass
-    return parent
+    return _old(token)
+
+
+def _old(token: contextvars.Token[int]) -> int:
+    return 0 if token.old_value is contextvars.Token.MISSING else token.old_value
+
+
+def _here() -> object:
+    """Who runs now: the asyncio task, else the thread."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        return asyncio.current_task() or threading.get_ident()
+    return threading.get_ident()
 
 
 class _Options:
@@ -170,11 +198,12 @@ class Tracer:
         self._phases: list[tuple[str, int, int]] = []
         self._start: int | None = None
         self._mark = 0
-        self._owner = 0
+        self._owner: object = 0
         self._id = 0
         self._step = 0
         self._token: contextvars.Token[int] | None = None
         self._measured: Measurement | None = None
+        self._attributes: dict[str, AttributeValue] = {}
 
     @property
     def prefix(self) -> str | None:
@@ -194,11 +223,14 @@ class Tracer:
 
     def _begin(self) -> None:
         self._phases.clear()
-        self._owner = threading.get_ident()
+        self._owner = _here()
         self._step = pipeline.get_step()
-        self._id = _new_id(63) + 1
         options = self._options
-        self._token = _parent.set(self._id) if options.spans and pipeline.recording_spans else None
+        self._token = None
+        if options.spans and pipeline.recording_spans:
+            self._id = child_id(_parent.get(), _bits)
+            self._token = _parent.set(self._id)
+            open_scopes[self._id] = self
         if measuring.look or options.asks:
             self._measured = measuring.begin(options.timer, options.device, options.track_memory)
         self._start = self._mark = _clock()
@@ -213,6 +245,13 @@ class Tracer:
         self._phases.append((name, self._mark, now))
         self._mark = now
 
+    def describe(self) -> tuple[str, int, int, int, str | None] | None:
+        """For the announcement of a scope that is still open."""
+        token, start = self._token, self._start
+        if token is None or start is None:
+            return None
+        return self._prefix or "trace", start, _old(token), self._step, self._phases[-1][0] if self._phases else None
+
     def stop(self, name: str | None = None) -> None:
         """End; record what was timed."""
         self._end(name, None)
@@ -221,12 +260,21 @@ class Tracer:
         """Record `{prefix}/{key}`."""
         record_metric(f"{self._prefix}/{key}" if self._prefix else key, value, reduction)
 
+    def set_busy(self, busy_ns: int) -> None:
+        """How long the body of a coroutine or generator ran, as an attribute and as `{prefix}/busy_duration_avg_s` and `_max_s`."""
+        seconds = busy_ns / 1e9
+        self._attributes[BUSY] = seconds
+        if self._options.metrics:
+            prefix = self._prefix or "trace"
+            record_metric(f"{prefix}/busy_duration_avg_s", seconds)
+            record_metric(f"{prefix}/busy_duration_max_s", seconds, Reduce.MAX)
+
     def _is_running(self, what: str) -> bool:
         if self._start is None:
             warn_once(what, f"Tracer({self._prefix!r}).{what}() without start(): ignored")
             return False
-        if self._owner != threading.get_ident():
-            warn_once("thread", f"Tracer({self._prefix!r}) is used by two threads: each needs one of its own; ignored")
+        if self._owner != _here():
+            warn_once("thread", f"Tracer({self._prefix!r}) is used by two threads or tasks: each needs one of its own; ignored")
             return False
         return True
 
@@ -242,13 +290,20 @@ class Tracer:
         if self._phases or tail is not None:
             self._phases.append((tail or "tail", self._mark, end))
         if self._token is not None:
-            parent = _restore(self._token)
-            self._token = None
+            parent = self._close()
             for name, began, ended in self._phases:
-                emit(f"{self._prefix}/{name}", began, ended, _new_id(63) + 1, self._id, self._step, {}, None)
-            emit(self._prefix or "trace", start, end, self._id, parent, self._step, {}, error)
+                emit(f"{self._prefix}/{name}", began, ended, child_id(self._id, _bits), self._id, self._step, {}, None)
+            emit(self._prefix or "trace", start, end, self._id, parent, self._step, self._attributes, error)
         if self._options.metrics:
             self._record(start, end)
+
+    def _close(self) -> int:
+        """No longer the current scope; its parent is, and is returned."""
+        assert self._token is not None
+        open_scopes.pop(self._id, None)
+        parent = _restore(self._token)
+        self._token = None
+        return parent
 
     def _record(self, start: int, end: int) -> None:
         prefix = self._prefix or "trace"
@@ -270,10 +325,9 @@ class Tracer:
             self._phases.append((tail or "tail", self._mark, end))
         parent = None
         if self._token is not None:
-            parent = _restore(self._token)
-            self._token = None
+            parent = self._close()
         memory_of = itertools.chain(memory, itertools.repeat(None))
-        phases = tuple(Phase(*phase, _new_id(63) + 1, used) for phase, used in zip(self._phases, memory_of, strict=False))
+        phases = tuple(Phase(*phase, child_id(self._id, _bits), used) for phase, used in zip(self._phases, memory_of, strict=False))
         finished = Finished(
             phases=phases,
             whole=Phase(self._prefix or "trace", start, end, self._id, whole),
@@ -283,6 +337,7 @@ class Tracer:
             device=measured.device_label(),
             waiting=pipeline.waiting_spans(),
             is_synchronized=measured.is_synchronized,
+            attributes=self._attributes,
         )
         interval = measured.resolve(finished.emit)
         if interval is None:

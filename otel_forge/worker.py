@@ -18,8 +18,10 @@ from typing import Any, Protocol
 from otel_forge import wire
 from otel_forge.delivery import DeliveryReport, Packet
 from otel_forge.identity import Member, ProcessFacts, Run
+from otel_forge.open_spans import Announcer
 from otel_forge.packets import PacketBuilder, Sealed, StreamPoint
 from otel_forge.points import AttributeValue
+from otel_forge.span_limits import SpanLimit
 
 logger = logging.getLogger("otel_forge")
 
@@ -66,6 +68,9 @@ class Worker:
         identify: Callable[[Callable[[], bool]], Identified],
         spans: list[Any],
         stream: list[StreamPoint] | None,
+        limit: SpanLimit,
+        announcer: Announcer | None,
+        may_identify: Callable[[], bool],
         observe: Callable[[Sealed, Mapping[str, float]], Mapping[str, tuple[float, str]]],
         encode_spans: Callable[[list[Any], Mapping[str, AttributeValue], str, int], bytes],
         settle: Callable[[float], None] | None = None,
@@ -77,6 +82,9 @@ class Worker:
         self._identify = identify
         self._spans = spans
         self._stream = stream
+        self._limit = limit
+        self._announcer = announcer
+        self._may_identify = may_identify
         self._observe = observe
         self._encode_spans = encode_spans
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -139,6 +147,7 @@ class Worker:
             try:
                 work()
                 self._release()
+                self._announce()
             except Exception:
                 self._failures += 1
                 if self._failures == 1:
@@ -150,6 +159,15 @@ class Worker:
         if self._held and time.monotonic() - self._spans_sent < SPANS_EVERY_S:
             return
         if self._spans and self._identified is not None:
+            self._send_spans()
+
+    def _announce(self) -> None:
+        """Scopes that have been open for too long; also in a first step, before anything else was sent."""
+        if self._announcer is None or (self._identified is None and not self._may_identify()):
+            return
+        announced = self._announcer.due()
+        if announced:
+            self._spans.extend(announced)
             self._send_spans()
 
     def _send_all(self, done: threading.Event, patience_s: float) -> None:
@@ -186,7 +204,7 @@ class Worker:
             known = self._known()
             for taken in sealed.taken:
                 taken.read(self._stream_late if self._stream is not None else None)
-            for packet in known.builder.values(sealed, self._observe(sealed, known.sender.stats())):
+            for packet in known.builder.values(sealed, self._observe(sealed, {**known.sender.stats(), "spans_left_out": self._limit.left_out})):
                 known.sender.put(packet)
             if len(self._spans) >= SPANS_AT_ONCE or time.monotonic() - self._spans_sent >= SPANS_EVERY_S:
                 self._send_spans()
@@ -203,7 +221,7 @@ class Worker:
         count = len(self._spans)
         if not count:
             return
-        spans = self._spans[:count]
+        spans = self._limit.choose(self._spans[:count])
         del self._spans[:count]
         known = self._known()
         payload = self._encode_spans(spans, known.resource, known.run.run_id, known.run.attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
@@ -411,3 +412,179 @@ def test_a_module_of_torch_keeps_its_state_and_compiles_its_hooks_once() -> None
         net(torch.ones(1, 2))
         assert [item.name for item in captured.spans] == ["Net/forward"]
     assert (hooked, list(net.state_dict())) == ([1], ["linear.weight", "linear.bias"])
+
+
+def test_a_generator_keeps_its_busy_and_its_total_time() -> None:
+    @trace("numbers")
+    def numbers() -> Iterator[int]:
+        for number in range(3):
+            time.sleep(0.01)
+            yield number
+
+    @trace("waiting")
+    async def waiting() -> None:
+        time.sleep(0.01)
+        await asyncio.sleep(0.05)
+
+    with capture() as captured:
+        for _ in numbers():
+            time.sleep(0.03)
+        asyncio.run(waiting())
+        otel_forge.flush(0)
+        spans = {found.name: found for found in captured.spans}
+        metrics = captured.rows[0]["metrics"]
+    for name, busy, total in (("numbers", 0.03, 0.12), ("waiting", 0.01, 0.06)):
+        assert busy <= spans[name].attributes["forge.busy_time_s"] < total <= spans[name].duration_s
+        assert metrics[f"{name}/busy_duration_avg_s"] == spans[name].attributes["forge.busy_time_s"]
+        assert metrics[f"{name}/total_duration_avg_s"] >= total
+
+
+def test_a_tracer_used_by_two_tasks_is_said_once_and_mixes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    shared = Tracer("shared")
+
+    async def one() -> None:
+        shared.start()
+        await asyncio.sleep(0.02)
+        shared.step("mine")
+        shared.stop()
+
+    async def other() -> None:
+        await asyncio.sleep(0.01)
+        for _ in range(2):
+            shared.step("theirs")
+            shared.stop()
+
+    async def both() -> None:
+        await asyncio.gather(one(), other())
+
+    with capture() as captured:
+        asyncio.run(both())
+        otel_forge.flush(0)
+        keys = set(captured.rows[0]["metrics"])
+    assert "shared/mine/duration_avg_s" in keys
+    assert not any("theirs" in key for key in keys)
+    assert ["two threads or tasks" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_the_tail_is_named_by_stop_and_steps_keep_the_order_they_were_started() -> None:
+    with capture() as captured:
+        tracer = Tracer("t")
+        tracer.start()
+        for name in ("b", "a", "c"):
+            tracer.step(name)
+        tracer.stop("rest")
+        otel_forge.flush(0)
+        starts = [found.name for found in captured.spans]
+        keys = [key for key in captured.rows[0]["metrics"] if key.endswith("duration_avg_s")]
+    assert starts == ["t/b", "t/a", "t/c", "t/rest", "t"]
+    assert set(keys) == {"t/b/duration_avg_s", "t/a/duration_avg_s", "t/c/duration_avg_s", "t/rest/duration_avg_s", "t/total_duration_avg_s"}
+
+
+def test_a_scope_that_hangs_is_seen_while_it_hangs() -> None:
+    with capture() as captured:
+        announcer = otel_forge.pipeline.current()._worker._announcer  # type: ignore[union-attr]
+        assert announcer is not None
+        announcer._after_ns = 20_000_000
+        otel_forge.flush(0)
+        tracer = Tracer("outer")
+        tracer.start()
+        tracer.step("data")
+        with span("inner"):
+            deadline = time.monotonic() + 10
+            while len(captured.spans) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            found = {one.name: one for one in captured.spans}
+        tracer.stop()
+        otel_forge.flush(1)
+        names = [one.name for one in captured.spans]
+    outer, inner = found["outer (still running)"], found["inner (still running)"]
+    assert outer.attributes["forge.pending"] is True
+    assert outer.attributes["forge.last_step"] == "data"
+    assert inner.parent_id == outer.span_id
+    assert {"outer", "inner", "outer/data", "outer/tail"} <= set(names)
+
+
+def test_spans_are_kept_of_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with capture() as captured:
+        current = otel_forge.pipeline.current()
+        assert current is not None
+        current.config = current.config.model_copy(update={"tracing": current.config.tracing.model_copy(update={"every": 3})})
+        for number in range(7):
+            with otel_forge.step(number), span("x"):
+                pass
+        steps = [found.attributes["step"] for found in captured.spans if found.name == "x"]
+    assert steps == [0, 3, 6]
+
+
+def test_a_stride_of_steps_is_sampled_when_it_stands_for_a_multiple() -> None:
+    from otel_forge.steps import StepTracker
+
+    tracker = StepTracker()
+    tracker.seal(10)
+    tracker.seal(20)
+    assert tracker.opening == 21
+    assert tracker.is_sampled(10)
+    assert not tracker.is_sampled(50)
+
+
+def test_a_pool_s_threads_and_asyncio_hang_their_spans_under_the_open_scope() -> None:
+    @trace("work")
+    def work(number: int) -> int:
+        return number
+
+    with capture() as captured:
+        with span("step"), concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert sorted(pool.map(otel_forge.carry(work), range(4))) == [0, 1, 2, 3]
+            asyncio.run(asyncio.to_thread(work, 5))
+        otel_forge.flush(0)
+        spans = captured.spans
+    (parent,) = [found for found in spans if found.name == "step"]
+    assert [found.parent_id for found in spans if found.name == "work"] == [parent.span_id] * 5
+
+
+def test_what_was_extracted_is_in_the_sender_s_trace() -> None:
+    carrier: dict[str, str] = {}
+    with capture() as captured:
+        otel_forge.flush(0)
+        captured.rows  # noqa: B018 - the run is known
+        with span("ask"):
+            otel_forge.inject(carrier)
+        otel_forge.flush(1)
+        with otel_forge.extract(carrier), span("answer"), span("inside"):
+            pass
+        with span("own"):
+            pass
+        otel_forge.flush(2)
+        found = {one.name: one for one in captured.spans}
+    assert found["answer"].trace_id == found["inside"].trace_id == found["ask"].trace_id
+    assert found["answer"].parent_id == found["ask"].span_id
+    assert found["inside"].parent_id == found["answer"].span_id
+    assert found["own"].trace_id != found["ask"].trace_id
+
+
+def test_spans_of_the_user_s_own_tracer_nest_in_the_open_scope() -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("http")
+    with capture() as captured:
+        otel_forge.flush(0)
+        captured.rows  # noqa: B018 - the run is known
+        with span("step"), tracer.start_as_current_span("GET"), tracer.start_as_current_span("connect"):
+            pass
+        with tracer.start_as_current_span("alone"):
+            pass
+        otel_forge.flush(1)
+        (ours,) = captured.spans
+    theirs = {one.name: one for one in exporter.get_finished_spans()}
+    get, connect = theirs["GET"], theirs["connect"]
+    assert (format(get.context.trace_id, "032x"), format(get.parent.span_id, "016x")) == (ours.trace_id, ours.span_id)
+    assert connect.parent.span_id == get.context.span_id
+    assert theirs["alone"].parent is None
+    with tracer.start_as_current_span("after"):
+        pass
+    assert exporter.get_finished_spans()[-1].parent is None

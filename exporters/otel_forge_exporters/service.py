@@ -106,7 +106,7 @@ class Service:
         self._grace_s = 2 * config.collector.window_s + 1.0 if state_dir else 0.0
         self._assembler = Assembler(deadline_s=config.collector.row_deadline_s, horizon_s=config.collector.amend_horizon_s, grace_s=self._grace_s)
         self._traces = _trace_lane(trace_endpoint)
-        self._roots = StepSpans(self._send_spans, deadline_s=config.collector.row_deadline_s)
+        self._roots = StepSpans(self._send_spans, deadline_s=config.collector.row_deadline_s, every=config.tracing.every)
         self._incoming: queue.SimpleQueue[_Incoming | None] = queue.SimpleQueue()
         self._pending_bytes = 0
         self._runs: dict[str, _Run] = {}

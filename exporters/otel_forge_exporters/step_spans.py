@@ -47,7 +47,9 @@ StepKey = tuple[str, int, int]
 class StepSpans:
     """Collects the first revisions of a step's rows and gives its root to `send`, at most once per (run, attempt, step)."""
 
-    def __init__(self, send: Callable[[bytes], None], *, deadline_s: float) -> None:
+    def __init__(self, send: Callable[[bytes], None], *, deadline_s: float, every: int = 1) -> None:
+        """`every`: only steps that stand for a multiple of it have spans, and get a root."""
+        self._every = every
         self._send = send
         self._deadline_s = deadline_s
         self._pending: dict[StepKey, _Pending] = {}
@@ -59,7 +61,7 @@ class StepSpans:
         row = revision.row
         step = row.trace_step if row.trace_step is not None else row.step
         key = (row.run_id, revision.row_id.attempt, step)
-        if key in self._done:
+        if key in self._done or max(row.step, step) // self._every * self._every < step:
             return
         self._pending.setdefault(key, _Pending(now)).rows.setdefault(row.role, revision)
         self._recent.setdefault(key[:2], _Recent()).note(step, row.role)
