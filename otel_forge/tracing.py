@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import time
+from _asyncio import _get_running_loop as _running_loop  # asyncio itself is not worth loading for it
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -31,6 +32,7 @@ from otel_forge.span_limits import child_id
 F = TypeVar("F", bound=Callable[..., Any])
 
 _clock = time.perf_counter_ns
+_thread_id = threading.get_ident
 _bits = random.Random(os.urandom(16)).getrandbits
 BUSY = "forge.busy_time_s"
 """On the span of a coroutine or generator: the time that its body ran, without that in which it was suspended."""
@@ -134,10 +136,12 @@ def _old(token: contextvars.Token[int]) -> int:
 
 def _here() -> object:
     """Who runs now: the asyncio task, else the thread."""
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is not None and asyncio._get_running_loop() is not None:
-        return asyncio.current_task() or threading.get_ident()
-    return threading.get_ident()
+    if _running_loop() is not None:
+        return sys.modules["asyncio"].current_task() or _thread_id()
+    return _thread_id()
+
+
+_NO_ATTRIBUTES: dict[str, AttributeValue] = {}
 
 
 class _Options:
@@ -169,6 +173,8 @@ class Tracer:
     `{prefix}/total_duration_avg_s` and `{prefix}/total_duration_max_s`. Not to be shared by threads or tasks.
     """
 
+    __slots__ = ("_attributes", "_id", "_mark", "_measured", "_options", "_owner", "_phases", "_prefix", "_start", "_step", "_token")
+
     def __init__(
         self,
         prefix: str | None = None,
@@ -195,15 +201,10 @@ class Tracer:
     def _prepare(self, prefix: str | None, options: _Options) -> None:
         self._prefix = prefix
         self._options = options
-        self._phases: list[tuple[str, int, int]] = []
         self._start: int | None = None
-        self._mark = 0
-        self._owner: object = 0
-        self._id = 0
-        self._step = 0
         self._token: contextvars.Token[int] | None = None
         self._measured: Measurement | None = None
-        self._attributes: dict[str, AttributeValue] = {}
+        self._attributes: dict[str, AttributeValue] = _NO_ATTRIBUTES
 
     @property
     def prefix(self) -> str | None:
@@ -222,15 +223,17 @@ class Tracer:
         self._begin()
 
     def _begin(self) -> None:
-        self._phases.clear()
+        self._phases: list[tuple[str, int, int]] = []
         self._owner = _here()
-        self._step = pipeline.get_step()
         options = self._options
         self._token = None
         if options.spans and pipeline.recording_spans:
+            self._step = pipeline.get_step()
             self._id = child_id(_parent.get(), _bits)
             self._token = _parent.set(self._id)
             open_scopes[self._id] = self
+        elif measuring.look or options.asks:
+            self._step, self._id = 0, 0
         if measuring.look or options.asks:
             self._measured = measuring.begin(options.timer, options.device, options.track_memory)
         self._start = self._mark = _clock()
@@ -263,7 +266,7 @@ class Tracer:
     def set_busy(self, busy_ns: int) -> None:
         """How long the body of a coroutine or generator ran, as an attribute and as `{prefix}/busy_duration_avg_s` and `_max_s`."""
         seconds = busy_ns / 1e9
-        self._attributes[BUSY] = seconds
+        self._attributes = {BUSY: seconds}
         if self._options.metrics:
             prefix = self._prefix or "trace"
             record_metric(f"{prefix}/busy_duration_avg_s", seconds)
@@ -282,7 +285,7 @@ class Tracer:
         end = _clock()
         if not self._is_running("stop"):
             return
-        start = cast(int, self._start)
+        start = cast("int", self._start)
         self._start = None
         if self._measured is not None:
             self._end_measured(self._measured, tail, error, start, end)
