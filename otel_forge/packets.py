@@ -14,6 +14,10 @@ from otel_forge.metrics import HistogramReduce, Reduce, Series, Taken
 from otel_forge.moments import Chunk, Summary, bucket, exact_moments, summarize, weigh
 from otel_forge.points import AttributeValue, PointContext, ResourceTemplate, SeriesName
 
+PHASE_SUFFIX = "/duration_max_s"
+MAX_PHASES = 16
+"""Phases of a step that say which rank was slowest in them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
@@ -100,18 +104,33 @@ class PacketBuilder:
 
     def _own(self, sealed: Sealed, telemetry: Mapping[str, tuple[float, str]], context: PointContext) -> list[bytes]:
         start, end = sealed.start_unix_nano / 1e9, sealed.end_unix_nano / 1e9
-        slowest = float((max(0, sealed.end_unix_nano - sealed.start_unix_nano) // 1000 << 20) + self._member.rank)
+        took_s = max(0, sealed.end_unix_nano - sealed.start_unix_nano) / 1e9
         own = {
             wire.STEP_START_METRIC: (_single(start), "min"),
             wire.STEP_END_METRIC: (_single(end), "max"),
             wire.TRACE_STEP_METRIC: (_single(float(sealed.trace_step)), "min"),
-            wire.SLOWEST_METRIC: (_single(slowest), "max"),
+            wire.STEP_TIME_METRIC: (_single(took_s), "mean"),
+            wire.SLOWEST_METRIC: (_single(self._with_rank(took_s)), "max"),
+            **self._phases(sealed),
         }
         encoded = [points.histogram(self._name(name, reduction), context, summary) for name, (summary, reduction) in own.items()]
         for key, (value, reduction) in telemetry.items():
             name = self._name(key, reduction)
             encoded.append(points.double_sum(name, context, value) if reduction == "sum" else points.histogram(name, context, _single(value)))
         return encoded
+
+    def _with_rank(self, seconds: float) -> float:
+        return float((int(seconds * 1e6) << 20) + self._member.rank)
+
+    def _phases(self, sealed: Sealed) -> dict[str, tuple[Summary, str]]:
+        """The longest phases of the step, for the question which one the slowest rank lost its time in."""
+        found = [
+            (max(taken.values), taken.series.key.removesuffix(PHASE_SUFFIX))
+            for taken in sealed.taken
+            if taken.series.reduction is Reduce.MAX and taken.values and taken.series.key.endswith(PHASE_SUFFIX)
+        ]
+        longest = sorted(found, reverse=True)[:MAX_PHASES]
+        return {f"{wire.SLOWEST_PHASE_PREFIX}{phase}": (_single(self._with_rank(seconds)), "max") for seconds, phase in longest}
 
     def _series(self, taken: Taken, context: PointContext) -> list[bytes]:
         series, values = taken.series, taken.values

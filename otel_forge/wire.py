@@ -68,6 +68,10 @@ STEP_START_METRIC = "forge.step_start"
 STEP_END_METRIC = "forge.step_end"
 TRACE_STEP_METRIC = "forge.trace_step"
 SLOWEST_METRIC = "forge.slowest"
+"""MAX of step time in microseconds · 2^20 + rank."""
+SLOWEST_PHASE_PREFIX = "forge.slowest/"
+"""The same of one phase of the step: `forge.slowest/{prefix}/{phase}`."""
+STEP_TIME_METRIC = "forge.step_time"
 SCOPE = "otel_forge"
 
 # --- Reductions on the wire: `<reduction>` or `<reduction>:<component>` ----------------------------------------------

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from otel_forge import wire
 from otel_forge_exporters.cover import Candidate, Cover
 from otel_forge_exporters.decode import Control, MemberId, RowId, Sender, Unit, member_id, member_name
-from otel_forge_exporters.rows import SLOWEST_RANK, STEP_TIME, Row
-from otel_forge_exporters.values import Histogram, reduce_values
+from otel_forge_exporters.rows import Row
+from otel_forge_exporters.stragglers import step_metrics, step_parts, straggler
+from otel_forge_exporters.values import reduce_values
 
 logger = logging.getLogger("otel_forge.exporter")
 
@@ -264,7 +265,8 @@ class Assembler:
             ranks_missing=tuple(member_name(member) for member in _sorted(absent - doubtful)),
             ranks_doubtful=tuple(member_name(member) for member in _sorted(doubtful)),
             trace_step=int(trace_step.min) if trace_step else None,
-            parts=parts | {STEP_TIME: ("max",)},
+            parts=parts | step_parts(reduced.own),
+            straggler=straggler(reduced.own, metrics),
         )
         return row, began.min if began else row.time_unix
 
@@ -300,14 +302,6 @@ class Assembler:
 
 def _sorted(members: Iterable[MemberId]) -> list[MemberId]:
     return sorted(members, key=lambda member: (isinstance(member, str), member))
-
-
-def step_metrics(own: Mapping[str, Histogram]) -> dict[str, float]:
-    """What otel-forge says of the step itself: how long it took from the first start to the last end, and which rank was slowest."""
-    slowest = own.get(wire.SLOWEST_METRIC)
-    if slowest is None:
-        return {}
-    return {STEP_TIME: (int(slowest.max) >> 20) / 1e6, SLOWEST_RANK: float(int(slowest.max) & 0xFFFFF)}
 
 
 def rank_row(sender: Sender, units: list[Unit]) -> Row:

@@ -42,7 +42,22 @@ Part = tuple[str | int | float, ...]
 """
 STEP_TIME = "forge/step_time_s/max"
 SLOWEST_RANK = "forge/slowest_rank"
-"""Keys of what otel-forge says of the step itself; the second goes with the first."""
+SLOWEST_LAG = "forge/slowest_lag_s"
+"""Keys of what otel-forge says of the step itself; the two others go with the first."""
+STEP_TIME_MIN = "forge/step_time_s/min"
+STEP_TIME_MEAN = "forge/step_time_s/mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The slowest rank of one step of several ranks."""
+
+    rank: int
+    lag_s: float
+    """How much longer than the mean over ranks its step took."""
+    phase: str | None
+    """The phase in which it lost the most against the mean; None when it was slowest in none."""
+    phase_lag_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,7 @@ class Row:
     ranks_missing: tuple[str, ...] = ()
     ranks_doubtful: tuple[str, ...] = ()
     """Ranks that reported, but in payloads that cannot be taken apart exactly: their values are left out."""
+    straggler: Straggler | None = None
     trace_step: int | None = None
     sequence: int | None = None
     """Counts the records of one process, in rows of one record."""
@@ -118,6 +134,8 @@ class Row:
             fields["ranks_missing"] = list(self.ranks_missing)
         if self.ranks_doubtful:
             fields["ranks_doubtful"] = list(self.ranks_doubtful)
+        if self.straggler is not None:
+            fields["straggler"] = dataclasses.asdict(self.straggler)
         if self.trace_step is not None and self.trace_step != self.step:
             fields["trace_step"] = self.trace_step
         if self.sequence is not None:
@@ -129,6 +147,7 @@ def to_stored(row: Row) -> str:
     """A form that `from_stored` gives back whole, for the spool."""
     fields: dict[str, Any] = {name: getattr(row, name) for name in Row.__slots__}
     fields["metrics"] = {key: dataclasses.asdict(value) if isinstance(value, HistogramValue) else value for key, value in row.metrics.items()}
+    fields["straggler"] = dataclasses.asdict(row.straggler) if row.straggler is not None else None
     fields["nonfinite"], fields["parts"] = dict(row.nonfinite), dict(row.parts)
     return json.dumps(fields)
 
@@ -140,6 +159,7 @@ def from_stored(text: str) -> Row:
         key: HistogramValue(**value | {"bounds": tuple(value["bounds"]), "counts": tuple(value["counts"])}) if isinstance(value, dict) else value
         for key, value in fields["metrics"].items()
     }
+    fields["straggler"] = Straggler(**fields["straggler"]) if fields.get("straggler") else None
     fields["ranks_missing"] = tuple(fields["ranks_missing"])
     fields["ranks_doubtful"] = tuple(fields["ranks_doubtful"])
     fields["parts"] = {key: tuple(part) for key, part in fields.get("parts", {}).items()}

@@ -32,6 +32,7 @@ from otel_forge_exporters.outbox import Outbox, end_all
 from otel_forge_exporters.rows import Row, from_stored, to_stored
 from otel_forge_exporters.spool import Spool, pack_row_id
 from otel_forge_exporters.step_spans import StepSpans
+from otel_forge_exporters.stragglers import StragglerWatch
 
 logger = logging.getLogger("otel_forge.exporter")
 
@@ -106,6 +107,7 @@ class Service:
         self._grace_s = 2 * config.collector.window_s + 1.0 if state_dir else 0.0
         self._assembler = Assembler(deadline_s=config.collector.row_deadline_s, horizon_s=config.collector.amend_horizon_s, grace_s=self._grace_s)
         self._traces = _trace_lane(trace_endpoint)
+        self._stragglers = StragglerWatch()
         self._roots = StepSpans(self._send_spans, deadline_s=config.collector.row_deadline_s, every=config.tracing.every)
         self._incoming: queue.SimpleQueue[_Incoming | None] = queue.SimpleQueue()
         self._pending_bytes = 0
@@ -389,6 +391,7 @@ class Service:
             self._counts["rows"] += self._spool.add_revisions([self._stored_revision(revision) for revision in revisions])
             for revision in revisions:
                 if revision.row.revision == 1:
+                    self._stragglers.add(revision.row)
                     self._roots.add(dataclasses.replace(revision, row=self._with_ordinal(revision.row)), now)
             for run_id in {revision.row.run_id for revision in revisions}:
                 self._wake(run_id)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from otel_forge.config import BackendConfig
-from otel_forge_exporters.rows import SLOWEST_RANK, STEP_TIME, MetricValue, Part, Row
+from otel_forge_exporters.rows import SLOWEST_LAG, SLOWEST_RANK, STEP_TIME, MetricValue, Part, Row
 from otel_forge_exporters.values import merge_steps
 
 logger = logging.getLogger("otel_forge.exporter")
@@ -51,11 +51,12 @@ def merge_rows(rows: Sequence[Row]) -> Row:
         ranks_missing=tuple(dict.fromkeys(rank for row in rows for rank in row.ranks_missing)),
         ranks_doubtful=tuple(dict.fromkeys(rank for row in rows for rank in row.ranks_doubtful)),
         parts=parts,
+        straggler=max(rows, key=_step_time).straggler,
     )
 
 
 def _merged(key: str, rows: Sequence[Row]) -> tuple[MetricValue, Part | None]:
-    if key == SLOWEST_RANK:  # of the step that took the longest
+    if key in (SLOWEST_RANK, SLOWEST_LAG):  # of the step that took the longest
         return max(rows, key=_step_time).metrics[key], None
     if any(key not in row.parts for row in rows):  # not reduced, or stored by an older version
         return rows[-1].metrics[key], None

@@ -106,6 +106,8 @@ def encode_root(key: StepKey, rows: dict[str, Revision]) -> bytes:
             target.attributes.extend(
                 _pair(name, value) for name, value in values.items() if value is not None and (name != "step" or target is child)
             )
+        if row.straggler is not None and row.straggler.phase is not None:
+            child.attributes.append(_pair("forge.slowest_phase", row.straggler.phase))
         if row.ranks_missing:
             child.attributes.append(_pair("ranks_missing", ", ".join(row.ranks_missing)))
     return request.SerializeToString()

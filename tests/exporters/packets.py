@@ -37,13 +37,13 @@ class Ranks:
             for rank in range(world_size)
         ]
 
-    def send(self, rank: int, step: int, records: Recorded, *, occurrence: int = 0) -> bytes:
+    def send(self, rank: int, step: int, records: Recorded, *, occurrence: int = 0, took_s: float = 1e-6) -> bytes:
         registry = Registry()
         registry.set_mode(off=False, bounded=False, stream=None)
         for key, value, reduction in records:
             registry.record(key, value, reduction, None)
         now = time.time_ns()
-        (packet,) = self.builders[rank].values(Sealed(step, step, occurrence, now - 1000, now, registry.drain()))
+        (packet,) = self.builders[rank].values(Sealed(step, step, occurrence, now - round(took_s * 1e9), now, registry.drain()))
         return packet.payload
 
     def control(self, rank: int, kind: str, body: Mapping[str, Any]) -> bytes:
