@@ -295,11 +295,28 @@ def replay(run_id: str | None, endpoint: str | None, timeout: float, config_path
 
 @main.command()
 @click.argument(
-    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency"])
+    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency", "scale"])
 )
+@click.option("--ranks", type=click.IntRange(1, 16_384), default=64, show_default=True, help="Of scale: simulated ranks.")
+@click.option("--series", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Of scale: series of each rank.")
+@click.option("--steps", type=click.IntRange(1, 100_000), default=10, show_default=True, help="Of scale: steps.")
+@click.option("--tiers", type=click.IntRange(1, 2), default=1, show_default=True, help="Of scale: one Collector, or agents and a gateway.")
+@click.option("--gateway-mode", type=click.Choice(["forward", "reduce"]), default="forward", show_default=True, help="Of scale with two tiers.")
+@click.option("--interval", type=click.FloatRange(0), default=1.0, show_default=True, help="Of scale: seconds from step to step, at least.")
 @with_json
-def bench(names: tuple[str, ...], as_json: bool) -> None:
-    """Measure what telemetry costs, each figure beside a baseline of the same run. Without NAMES: all of them (about two minutes)."""
+def bench(names: tuple[str, ...], ranks: int, series: int, steps: int, tiers: Any, gateway_mode: Any, interval: float, as_json: bool) -> None:
+    """Measure what telemetry costs, each figure beside a baseline of the same run. Without NAMES: all but scale (about two minutes).
+
+    `bench scale` simulates many ranks against real Collectors and a real exporter.
+    """
+    if "scale" in names:
+        from otel_forge.cli.bench_scale import Load, describe, measure
+
+        if len(names) > 1:
+            raise click.UsageError("scale is measured alone")
+        found = measure(Load(ranks, series, steps, tiers=tiers, gateway=gateway_mode, interval_s=interval), say)
+        show(as_json, found, describe(found))
+        return
     from otel_forge.cli.bench import run_benchmarks, show_benchmarks
 
     results = run_benchmarks(names, say)
