@@ -204,7 +204,7 @@ def _decode_point(
         raise ValueError(f"step {row.step}, part {part} of {parts} is not possible")
     unit = units.get((row, part, parts))
     if unit is None:
-        unit = units[row, part, parts] = Unit(f"{payload_id}/{part}", row, part, parts, direct)
+        unit = units[row, part, parts] = Unit(f"{payload_id}/{part}of{parts}", row, part, parts, direct)
     if name == wire.CONTRIBUTORS_METRIC:
         replica, world = _int(attributes, wire.POINT_REPLICA), _int(attributes, wire.POINT_WORLD_SIZE)
         if wire.MEMBER in attributes:
