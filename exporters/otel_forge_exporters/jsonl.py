@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from otel_forge.config import JsonlConfig
 from otel_forge_exporters.backend import RunInfo
@@ -27,13 +27,13 @@ class JsonlBackend:
         )
         self._path = (work_dir / config.path) if config.path else default
         self._run_id = run.run_id
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._seen: set[tuple[str, int]] | None = None
 
     def open(self) -> None:
         """Open for appending; a last line that a crash tore is cut off."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(self._path, "ab+")
+        file = open(self._path, "ab+", buffering=0)  # a buffer would write its lines once more after a disk that was full
         _cut_torn_line(file)
         self._file = file
 
@@ -41,9 +41,10 @@ class JsonlBackend:
         """Append; the rows are with the operating system when this returns."""
         assert self._file is not None
         start = self._file.seek(0, os.SEEK_END)
+        rest = memoryview("".join(row.to_json() + "\n" for row in rows).encode())
         try:
-            self._file.write("".join(row.to_json() + "\n" for row in rows).encode())
-            self._file.flush()
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError:
             self._file.truncate(start)  # disk full in the middle of a line: the rows come again
             raise
@@ -66,7 +67,7 @@ class JsonlBackend:
         return str(self._path)
 
 
-def _cut_torn_line(file: BinaryIO) -> None:
+def _cut_torn_line(file: FileIO) -> None:
     end = file.seek(0, os.SEEK_END)
     position = end
     while position > 0:
