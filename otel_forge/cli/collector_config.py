@@ -290,8 +290,15 @@ def _reducing(*, rows: str, ranks: str, traces: str) -> dict[str, Any]:
     }
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes what is there twice twice: files are for people."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def _render(config: dict[str, Any]) -> str:
-    return HEADER + yaml.safe_dump(config, sort_keys=False, width=140)
+    return HEADER + yaml.dump(config, Dumper=_Dumper, sort_keys=False, width=140)
 
 
 def _service(config: dict[str, Any], telemetry_port: int, pipelines: dict[str, Any]) -> dict[str, Any]:
