@@ -15,6 +15,7 @@ What must hold of every revision of every row that is ever written:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -22,7 +23,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 
@@ -383,14 +384,26 @@ class Schedule:
 
 def run_seeds(seeds: range) -> tuple[Counter[str], dict[str, int]]:
     """How often what was violated, and the first seed of each."""
-    logging.getLogger("otel_forge.exporter").setLevel(logging.CRITICAL)
     found: Counter[str] = Counter()
     first: dict[str, int] = {}
-    for seed in seeds:
-        for violation in set(Schedule(seed).run()):
-            found[violation] += 1
-            first.setdefault(violation, seed)
+    with silence():
+        for seed in seeds:
+            for violation in set(Schedule(seed).run()):
+                found[violation] += 1
+                first.setdefault(violation, seed)
     return found, first
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """The assembler says once per case what is wrong; here that is everywhere."""
+    logger = logging.getLogger("otel_forge.exporter")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def main() -> int:
