@@ -37,6 +37,7 @@ ENV_MODES = "OTEL_FORGE_MODES"
 ENV_STATE_DIR = "OTEL_FORGE_STATE_DIR"
 """The node-local directory for spilled packets, the exporter's spool and the servers' state."""
 ENV_COLLECTOR_BIN = "OTEL_FORGE_COLLECTOR_BIN"
+ENV_LOADBALANCING_BIN = "OTEL_FORGE_LOADBALANCING_BIN"
 ENV_JAEGER_BIN = "OTEL_FORGE_JAEGER_BIN"
 ENV_DISABLED = ("OTEL_SDK_DISABLED", "FORGE_DISABLE_METRICS")
 """Any of them set to true turns everything off. The second is torchforge's name."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from otel_forge import wire
 from otel_forge_exporters.cover import Candidate, Cover
-from otel_forge_exporters.decode import Control, MemberId, RowId, Sender, Unit, member_id, member_name
+from otel_forge_exporters.decode import MAX_WORLD, Control, MemberId, RowId, Sender, Unit, member_id, member_name
 from otel_forge_exporters.rows import Row
 from otel_forge_exporters.stragglers import step_metrics, step_parts, straggler
 from otel_forge_exporters.values import reduce_values
@@ -124,8 +124,9 @@ class Assembler:
     def _take(self, state: _Open, unit: Unit) -> None:
         group = self._groups.setdefault((unit.row.run_id, unit.row.role, unit.row.attempt), _Group())
         for replica, world in unit.worlds.items():
-            state.worlds[replica] = max(world, state.worlds.get(replica, 0))
-            group.worlds.setdefault(replica, world)
+            if sum(state.worlds.values()) + world <= MAX_WORLD:
+                state.worlds[replica] = max(world, state.worlds.get(replica, 0))
+            _learn(group, replica, world)
         if not unit.consistent:
             state.inconsistent = True
             logger.warning("run %s, step %d: a payload's contributors do not add up; its values are left out", unit.row.run_id, unit.row.step)
@@ -148,7 +149,7 @@ class Assembler:
         """Take a hello or last packet: who is there, and who is done."""
         sender = control.sender
         group = self._groups.setdefault((sender.run_id, sender.role, sender.attempt), _Group())
-        group.worlds.setdefault(sender.replica, sender.world_size)
+        _learn(group, sender.replica, sender.world_size)
         member = member_id(sender.replica, sender.rank)
         if control.kind == wire.PACKET_HELLO:
             known = group.nonces.setdefault((sender.replica, sender.rank), sender.nonce)
@@ -171,7 +172,12 @@ class Assembler:
         revisions = []
         for row_id in list(self._attention):
             state = self._open[row_id]
-            revision = self._consider(row_id, state, late=now - state.first_seen >= self._deadline_s, now=now)
+            try:
+                revision = self._consider(row_id, state, late=now - state.first_seen >= self._deadline_s, now=now)
+            except Exception:  # the other rows must not wait for one that cannot be made
+                logger.exception("run %s, %s, step %d: the row cannot be made", row_id.run_id, row_id.role, row_id.step)
+                del self._attention[row_id]
+                continue
             if state.written is not None:
                 del self._attention[row_id]
             if revision is not None:
@@ -298,6 +304,12 @@ class Assembler:
     def waiting(self) -> int:
         """Rows that were not written in any version yet."""
         return sum(1 for state in self._open.values() if state.written is None)
+
+
+def _learn(group: _Group, replica: int, world: int) -> None:
+    """Remember a replica's world; more than MAX_WORLD members of one role are not believed, because every missing one would be listed."""
+    if replica not in group.worlds and sum(group.worlds.values()) + world <= MAX_WORLD:
+        group.worlds[replica] = world
 
 
 def _sorted(members: Iterable[MemberId]) -> list[MemberId]:

@@ -7,7 +7,7 @@ counts a member twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -86,6 +86,9 @@ class Cover(Generic[M]):
         kept = [i for i in component if self.candidates[i].unit_id in previous]
         if sum(weight[i] for i in kept) >= sum(weight[i] for i in best):
             best = kept
+        everyone = frozenset().union(*(self.candidates[i].members for i in component))
+        if sum(weight[i] for i in best) == sum(1 if member in fillable else 1_000 for member in everyone):
+            return best  # nobody is left out: no search can do better
         return _branch_and_bound(order, weight, self.candidates, best)
 
 
@@ -120,18 +123,45 @@ def _greedy(order: Sequence[int], candidates: Sequence[Candidate[M]]) -> list[in
 
 
 def _branch_and_bound(order: Sequence[int], weight: dict[int, int], candidates: Sequence[Candidate[M]], incumbent: list[int]) -> list[int]:
-    best, best_weight = incumbent, sum(weight[i] for i in incumbent)
-    stack: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [(tuple(order), (), 0)]
+    """Better than the incumbent where one is found. Sets of candidates are bits by their place in the order, so that a node costs little."""
+    conflicts = _conflicts([candidates[index].members for index in order])
+    weights = [weight[index] for index in order]
+    best, best_weight = 0, sum(weight[index] for index in incumbent)
+    every = (1 << len(order)) - 1
+    stack = [(every, sum(weights), 0, 0)]
     for _ in range(SEARCH_NODES):
         if not stack:
             break
-        available, chosen, total = stack.pop()
+        available, possible, chosen, total = stack.pop()
         if total > best_weight:
-            best, best_weight = list(chosen), total
-        if not available or total + sum(weight[i] for i in available) <= best_weight:
+            best, best_weight = chosen, total
+        if not available or total + possible <= best_weight:
             continue
-        head, rest = available[0], available[1:]
-        stack.append((rest, chosen, total))
-        members = candidates[head].members
-        stack.append((tuple(i for i in rest if members.isdisjoint(candidates[i].members)), (*chosen, head), total + weight[head]))
-    return best
+        head = available & -available
+        place = head.bit_length() - 1
+        lost = sum(weights[other] for other in _places(available & conflicts[place]))
+        stack.append((available ^ head, possible - weights[place], chosen, total))
+        stack.append((available & ~conflicts[place], possible - lost, chosen | head, total + weights[place]))
+    return [order[place] for place in _places(best)] if best else incumbent
+
+
+def _conflicts(member_sets: Sequence[frozenset[M]]) -> list[int]:
+    """For each set the bits of those that share a member with it, its own among them."""
+    holders: dict[M, int] = {}
+    for place, members in enumerate(member_sets):
+        for member in members:
+            holders[member] = holders.get(member, 0) | 1 << place
+    conflicts = []
+    for members in member_sets:
+        bits = 0
+        for member in members:
+            bits |= holders[member]
+        conflicts.append(bits)
+    return conflicts
+
+
+def _places(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +13,12 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 from otel_forge import wire
-from otel_forge_exporters.values import Histogram, Limbs, SeriesKey, Sum, Value
+from otel_forge_exporters.values import Histogram, Limbs, SeriesKey, Sum, Unreadable, Value
 
 MAX_WORLD = 1 << 18
 """A world that claims to be larger is not believed: its missing ranks would have to be listed."""
+RUN_ID_FORM = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}")
+"""A run id names files and directories."""
 MemberId = int | str
 """A ranked member is `replica << 32 | rank`; a task of an open world is its name."""
 
@@ -124,9 +128,9 @@ def decode(body: bytes) -> Decoded:
     for resource_metrics in request.resource_metrics:
         try:
             _decode_resource(resource_metrics, decoded)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except Exception as error:  # whatever is wrong with one payload, the others of the request are right
             decoded.bad_points += 1
-            decoded.complaints.append(f"a payload of ours could not be read: {error}")
+            decoded.complaints.append(f"a payload of ours could not be read: {str(error)[:200]}")
     return decoded
 
 
@@ -136,6 +140,8 @@ def _decode_resource(resource_metrics: Any, decoded: Decoded) -> None:
     if not isinstance(run_id, str) or not run_id:
         decoded.foreign_points += sum(_count_points(metric) for scope in resource_metrics.scope_metrics for metric in scope.metrics)
         return
+    if not RUN_ID_FORM.fullmatch(run_id):
+        raise ValueError(f"{wire.RUN_ID}={run_id[:80]!r} is no run id: it would name files")
     metrics = [metric for scope in resource_metrics.scope_metrics for metric in scope.metrics]
     batch_id = resource.get(wire.BATCH_ID)
     if isinstance(batch_id, str):
@@ -145,6 +151,8 @@ def _decode_resource(resource_metrics: Any, decoded: Decoded) -> None:
         run_id, str(resource[wire.ROLE]), _int(resource, wire.REPLICA), _int(resource, wire.RANK), _int(resource, wire.WORLD_SIZE),
         _int(resource, wire.ATTEMPT), str(resource.get(wire.NONCE, "")),
     )  # fmt: skip
+    if not (0 <= sender.world_size <= MAX_WORLD and 0 <= sender.rank < (sender.world_size or 1 << 31) and 0 <= sender.replica < 1 << 31):
+        raise ValueError(f"rank {sender.rank} of {sender.world_size}, replica {sender.replica} is not possible")
     kind = resource.get(wire.PACKET)
     if kind == wire.PACKET_VALUES:
         _decode_packet(metrics, sender, resource, decoded)
@@ -204,7 +212,7 @@ def _decode_point(
         raise ValueError(f"step {row.step}, part {part} of {parts} is not possible")
     unit = units.get((row, part, parts))
     if unit is None:
-        unit = units[row, part, parts] = Unit(f"{payload_id}/{part}", row, part, parts, direct)
+        unit = units[row, part, parts] = Unit(f"{payload_id}/{part}of{parts}", row, part, parts, direct)
     if name == wire.CONTRIBUTORS_METRIC:
         replica, world = _int(attributes, wire.POINT_REPLICA), _int(attributes, wire.POINT_WORLD_SIZE)
         if wire.MEMBER in attributes:
@@ -218,7 +226,12 @@ def _decode_point(
         return
     reduction = str(attributes[wire.REDUCTION])
     key = str(attributes.get(wire.KEY, _key_of(name, reduction)))
-    unit.values.setdefault((key, reduction), []).append(_value(kind, point, reduction, attributes))
+    found = unit.values.setdefault((key, reduction), [])
+    try:
+        found.append(_value(kind, point, attributes))
+    except (ValueError, TypeError, KeyError):
+        found.append(Unreadable())
+        raise
 
 
 def _key_of(name: str, reduction: str) -> str:
@@ -226,10 +239,9 @@ def _key_of(name: str, reduction: str) -> str:
     return name.removesuffix(f".{component}") if component else name
 
 
-def _value(kind: str, point: Any, reduction: str, attributes: Mapping[str, Any]) -> Value:
+def _value(kind: str, point: Any, attributes: Mapping[str, Any]) -> Value:
     if kind == "histogram":
-        if point.count <= 0:
-            raise ValueError("a histogram point without values")
+        _check_histogram(point)
         return Histogram(
             point.count, point.sum, point.min, point.max, tuple(point.explicit_bounds), tuple(point.bucket_counts) if point.explicit_bounds else ()
         )
@@ -240,17 +252,35 @@ def _value(kind: str, point: Any, reduction: str, attributes: Mapping[str, Any])
     return Sum(point.as_double if point.WhichOneof("value") == "as_double" else float(point.as_int))
 
 
+def _check_histogram(point: Any) -> None:
+    if point.count <= 0:
+        raise ValueError("a histogram point without values")
+    bounds = point.explicit_bounds
+    if not bounds:
+        return
+    if len(point.bucket_counts) != len(bounds) + 1 or sum(point.bucket_counts) != point.count:
+        raise ValueError(f"{len(bounds)} bounds, {len(point.bucket_counts)} buckets and a count of {point.count} do not fit")
+    edges = [point.min, *bounds, point.max]
+    if not all(map(math.isfinite, edges)) or list(bounds) != sorted(set(bounds)):
+        raise ValueError("bounds must be finite and go up, and extremes be finite")
+
+
 def _count_members(unit: Unit, by_replica: Mapping[tuple[int, int], Mapping[int, int]]) -> None:
     if not by_replica and not unit.members:
         unit.consistent = False
     for (replica, world), blocks in by_replica.items():
         counts = wire.decode_contributors(blocks)
-        known = unit.worlds.setdefault(replica, world)
-        if counts is None or known != world or (counts and max(counts) >= max(world, 1)) or not 0 <= world <= MAX_WORLD:
+        if counts is None or unit.worlds.get(replica, world) != world or max(counts, default=0) >= max(world, 1) or not _is_believed(unit, world):
             unit.consistent = False
             continue
+        unit.worlds[replica] = world
         for rank, count in counts.items():
             unit.members[member_id(replica, rank)] = count
+
+
+def _is_believed(unit: Unit, world: int) -> bool:
+    """Whether a world may be added to those of the unit; its missing ranks would be listed one by one."""
+    return 0 <= world <= MAX_WORLD - sum(unit.worlds.values())
 
 
 def _stream(metrics: Iterable[Any], sender: Sender, decoded: Decoded) -> list[StreamValue]:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from otel_forge.config import ForgeConfig
-from otel_forge_exporters.receiver import GrpcReceiver, HttpReceiver
+from otel_forge_exporters.receiver import Access, GrpcReceiver, HttpReceiver
 from otel_forge_exporters.service import Service
 
 logger = logging.getLogger("otel_forge.exporter")
@@ -27,8 +27,12 @@ def run(
     trace_endpoint: str | None = None,
     explicit: bool = True,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then write what is there and end. Raises OSError (port taken) or StateError before it serves."""
+    """Serve until SIGTERM or SIGINT, then write what is there and end.
+
+    Raises OSError (port taken), StateError, or ConfigError (open to other machines without token or TLS) before it serves.
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
+    access = [Access.of(config.collector, endpoint) for endpoint in (grpc_endpoint, http_endpoint)]
     stopping = threading.Event()
     exit_code: list[int | None] = [None]
     service = Service(config, state_dir=state_dir, work_dir=work_dir, trace_endpoint=trace_endpoint, explicit=explicit)
@@ -37,8 +41,8 @@ def run(
         exit_code[0] = code if code is not None else exit_code[0]
         return service.drain(timeout_s)
 
-    grpc_receiver = GrpcReceiver(service, grpc_endpoint)
-    http_receiver = HttpReceiver(service, http_endpoint, on_drain=drain)
+    grpc_receiver = GrpcReceiver(service, grpc_endpoint, access[0])
+    http_receiver = HttpReceiver(service, http_endpoint, access[1], on_drain=drain)
     service.start()
     grpc_receiver.start()
     http_receiver.start()

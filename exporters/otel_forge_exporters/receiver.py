@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import socket
 import threading
 import zlib
 from collections.abc import Callable
 from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from otel_forge.config import CollectorConfig, TlsConfig
+from otel_forge.errors import ConfigError
+from otel_forge.otlp_http import is_loopback
 from otel_forge_exporters.decode import Undecodable
 from otel_forge_exporters.service import Service, Unavailable
 
@@ -28,23 +36,56 @@ WORKERS = 8
 Accept = Callable[[bytes], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may send to an address that other machines reach."""
+
+    token: str | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    @classmethod
+    def of(cls, config: CollectorConfig, endpoint: str) -> Access:
+        """Everybody on loopback; elsewhere who has the token or trusts the certificate. Raises ConfigError when neither is configured."""
+        if is_loopback(endpoint.rpartition(":")[0]):
+            return cls()
+        tls = config.tls or TlsConfig()
+        if config.token is None and not (tls.cert_file and tls.key_file):
+            problem = f"{endpoint} can be reached from other machines: set collector.token, or collector.tls with cert_file and key_file"
+            raise ConfigError([problem])
+        return cls(config.token, tls.cert_file if tls.key_file else None, tls.key_file)
+
+    def admits(self, authorization: str | None) -> bool:
+        """Whether the header shows the token, where one is asked for."""
+        return self.token is None or hmac.compare_digest((authorization or "").encode(), f"Bearer {self.token}".encode())
+
+
+OPEN = Access()
+
+
 class GrpcReceiver:
     """The OTLP/gRPC server."""
 
-    def __init__(self, service: Service, endpoint: str) -> None:
+    def __init__(self, service: Service, endpoint: str, access: Access = OPEN) -> None:
         """Bind; raises OSError when the port is taken."""
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
         self._server = grpc.server(futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="otel-forge-grpc"), options=options)
         for signal, name, accept in (("metrics", "Metrics", service.accept_metrics), ("trace", "Trace", service.accept_traces)):
-            handler = grpc.unary_unary_rpc_method_handler(_grpc_method(accept))
+            handler = grpc.unary_unary_rpc_method_handler(_grpc_method(accept, access))
             path = f"opentelemetry.proto.collector.{signal}.v1.{name}Service"
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(path, {"Export": handler})])
         try:
-            self.port = self._server.add_insecure_port(endpoint)
+            self.port = self._bind(endpoint, access)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {endpoint}: {error}") from error
         if not self.port:
             raise OSError(f"cannot listen on {endpoint}")
+
+    def _bind(self, endpoint: str, access: Access) -> int:
+        if access.cert_file is None or access.key_file is None:
+            return int(self._server.add_insecure_port(endpoint))
+        pair = (access.key_file.read_bytes(), access.cert_file.read_bytes())
+        return int(self._server.add_secure_port(endpoint, grpc.ssl_server_credentials([pair])))
 
     def start(self) -> None:
         """Serve."""
@@ -55,8 +96,10 @@ class GrpcReceiver:
         self._server.stop(2.0).wait(3.0)
 
 
-def _grpc_method(accept: Accept) -> Callable[[bytes, Any], bytes]:
+def _grpc_method(accept: Accept, access: Access) -> Callable[[bytes, Any], bytes]:
     def export(body: bytes, context: Any) -> bytes:
+        if not access.admits(dict(context.invocation_metadata()).get("authorization")):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
         try:
             accept(body)
         except Undecodable as error:
@@ -74,7 +117,7 @@ def _grpc_method(accept: Accept) -> Callable[[bytes, Any], bytes]:
 class HttpReceiver:
     """The OTLP/HTTP server, with `/health`, `/status` and `/drain` beside."""
 
-    def __init__(self, service: Service, endpoint: str, *, on_drain: Callable[[float, int | None], bool]) -> None:
+    def __init__(self, service: Service, endpoint: str, access: Access = OPEN, *, on_drain: Callable[[float, int | None], bool]) -> None:
         """Bind; raises OSError when the port is taken."""
         host, _, port = endpoint.rpartition(":")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -85,7 +128,10 @@ class HttpReceiver:
             self._socket.close()
             raise OSError(f"cannot listen on {endpoint}: {error.strerror}") from error
         self.port = self._socket.getsockname()[1]
-        config = uvicorn.Config(_app(service, on_drain), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, ws="none")
+        config = uvicorn.Config(
+            _guarded(_app(service, on_drain), access), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, ws="none",
+            ssl_certfile=access.cert_file, ssl_keyfile=access.key_file,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._serve, name="otel-forge-http", daemon=True)
@@ -102,6 +148,18 @@ class HttpReceiver:
         """Stop, letting requests under way end."""
         self._server.should_exit = True
         self._thread.join(5.0)
+
+
+def _guarded(app: ASGIApp, access: Access) -> ASGIApp:
+    """Nothing but `/health` is answered without the token."""
+    if access.token is None:
+        return app
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        admitted = scope["type"] != "http" or scope["path"] == "/health" or access.admits(Headers(scope=scope).get("authorization"))
+        await (app if admitted else _answer(401, "the token is missing or wrong"))(scope, receive, send)
+
+    return guarded
 
 
 def _app(service: Service, on_drain: Callable[[float, int | None], bool]) -> Starlette:

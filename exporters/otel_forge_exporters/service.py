@@ -116,7 +116,11 @@ class Service:
         self._payload_rows: dict[int, int] = {}
         self._parts: dict[tuple[Sender, RowId], dict[int, Unit]] = {}
         self._ordinals: dict[tuple[str, int], int] = {}
-        self._counts = {"payloads": 0, "foreign_points": 0, "bad_points": 0, "undecodable": 0, "rows": 0, "spans_dropped": 0}
+        self._counts = {"payloads": 0, "foreign_points": 0, "bad_points": 0, "undecodable": 0, "failed_payloads": 0, "rows": 0, "spans_dropped": 0}
+        self._owed: list[Revision] = []
+        """Revisions that the assembler has made and the disk has not taken yet: it makes each once."""
+        self._owed_rows: list[Row] = []
+        """The same of rows of one member."""
         self._complained: set[str] = set()
         self._last_close = self._clock()
         self._lock = threading.Lock()
@@ -194,7 +198,7 @@ class Service:
         return self._is_drained()
 
     def _is_drained(self) -> bool:
-        if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._is_writing():
+        if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._owed or self._owed_rows or self._is_writing():
             return False
         everything_came = None if self._recovered else self._assembler.everything_came()
         if everything_came is not None:
@@ -257,7 +261,7 @@ class Service:
             self._take_control(_control(run_id, kind, member, json.loads(body)), now, store=False)
         payloads = self._spool.payloads()
         for payload_id, payload in payloads:
-            self._apply(payload_id, decode(payload), now)
+            self._apply_safely(payload_id, decode(payload), now)
         for run_id in self._spool.run_ids():
             self._run(run_id)
         self._recovered = bool(payloads or self._spool.run_ids())
@@ -271,6 +275,8 @@ class Service:
             try:
                 self._store_and_apply(batch)
                 self._write_due()
+            except sqlite3.Error as error:
+                self._complain("disk", "rows cannot be stored (%s): they are kept and stored later", error)
             except Exception:
                 logger.exception("a batch of payloads could not be handled; it is stored, and the rest goes on")
             finally:
@@ -313,7 +319,15 @@ class Service:
         now = self._last_payload = self._clock()
         self._counts["payloads"] += len(batch)
         for payload_id, item in zip(ids, batch, strict=True):
-            self._apply(payload_id, item.decoded, now)
+            self._apply_safely(payload_id, item.decoded, now)
+
+    def _apply_safely(self, payload_id: int, decoded: Decoded, now: float) -> None:
+        """One payload that cannot be handled is counted and stays in the spool; the others of its batch, and of a restart, go on."""
+        try:
+            self._apply(payload_id, decoded, now)
+        except Exception:
+            self._counts["failed_payloads"] += 1
+            logger.exception("a stored payload could not be handled")
 
     def _apply(self, payload_id: int, decoded: Decoded, now: float) -> None:
         """Bring one stored payload to the assembler; the payload is kept as long as a row needs it."""
@@ -377,18 +391,23 @@ class Service:
         )
 
     def _store_rows(self, rows: list[Row]) -> None:
-        if rows:
+        """Store them, and those that a full disk did not take before; what it does not take now is owed."""
+        self._owed_rows += rows
+        if self._owed_rows:
             self._counts["rows"] += self._spool.add_revisions(
-                [(row.run_id, row.mode, row.key, row.revision, None, None, to_stored(row)) for row in rows]
+                [(row.run_id, row.mode, row.key, row.revision, None, None, to_stored(row)) for row in self._owed_rows]
             )
-            for run_id in {row.run_id for row in rows}:
+            owed, self._owed_rows = self._owed_rows, []
+            for run_id in {row.run_id for row in owed}:
                 self._wake(run_id)
 
     def _write_due(self) -> None:
         now = self._clock()
-        revisions = self._assembler.due(now)
-        if revisions:
-            self._counts["rows"] += self._spool.add_revisions([self._stored_revision(revision) for revision in revisions])
+        self._owed += self._assembler.due(now)
+        self._store_rows([])
+        if self._owed:
+            self._counts["rows"] += self._spool.add_revisions([self._stored_revision(revision) for revision in self._owed])
+            revisions, self._owed = self._owed, []
             for revision in revisions:
                 if revision.row.revision == 1:
                     self._stragglers.add(revision.row)
@@ -441,11 +460,13 @@ class Service:
             _update_info(run.info, control.body)
             self._own_backends(run, control.body.get("metric_logging"))
         elif control.kind == wire.PACKET_LAST:
-            run.left.setdefault(group, {})[sender.rank] = int(control.body.get("exit_code") or 0)
+            code = control.body.get("exit_code")
+            run.left.setdefault(group, {})[sender.rank] = code if isinstance(code, int) else 0
         self._assembler.control(control, now)
         if store:
             member = json.dumps([sender.role, sender.replica, sender.rank, sender.world_size, sender.attempt, sender.nonce])
-            self._spool.put_control(sender.run_id, control.kind, member, json.dumps(control.body))
+            with contextlib.suppress(sqlite3.Error):  # a full disk: the payload stays in the inbox, too
+                self._spool.put_control(sender.run_id, control.kind, member, json.dumps(control.body))
 
     def _run(self, run_id: str) -> _Run:
         run = self._runs.get(run_id)

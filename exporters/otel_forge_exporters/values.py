@@ -43,7 +43,12 @@ class Limbs:
     limbs: dict[int, int] = field(default_factory=dict)
 
 
-Value = Histogram | Sum | Limbs
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A point that could not be read: its series has no number in this row, which would be a wrong one."""
+
+
+Value = Histogram | Sum | Limbs | Unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +86,16 @@ def reduce_values(partials: Iterable[Mapping[SeriesKey, list[Value]]]) -> Reduce
             reduction, _, component = full.partition(":")
             components.setdefault(reduction, {})[component] = values
         for reduction, parts in components.items():
+            unreadable = any(isinstance(value, Unreadable) for values in parts.values() for value in values)
             name = key if len(components) == 1 else f"{key}/{reduction}"
             count = math.fsum(value.value for value in parts.pop(wire.NONFINITE, []) if isinstance(value, Sum) and math.isfinite(value.value))
             bad = int(count)
             if bad:
                 nonfinite[name] = bad
             metrics[name] = None
-            if bad:
+            if unreadable and not bad:
+                nonfinite[name] = 1
+            if bad or unreadable:
                 continue
             try:
                 metrics[name], parts_of[name] = _reduce_one(reduction, parts)
@@ -103,7 +111,7 @@ def _reduce_one(reduction: str, parts: Mapping[str, list[Value]]) -> tuple[Metri
         return _std(parts)
     if reduction in ("sum", "count"):
         return finite_or_none(math.fsum(_sum(value) for value in parts[""])), (reduction,)
-    histograms = [value for value in parts.get("", []) if isinstance(value, Histogram)]
+    histograms = [_histogram(value) for value in parts.get("", [])]
     if reduction == "mean":
         weighted = math.fsum([*(value.sum for value in histograms), *(_sum(value) for value in parts.get(wire.WEIGHTED_SUM, []))])
         weight = math.fsum([*(value.count for value in histograms), *(_sum(value) for value in parts.get(wire.WEIGHT, []))])
@@ -124,6 +132,12 @@ def _sum(value: Value) -> float:
     if not isinstance(value, Sum):
         raise TypeError(f"expected a Sum, got a {type(value).__name__}")
     return value.value
+
+
+def _histogram(value: Value) -> Histogram:
+    if not isinstance(value, Histogram):
+        raise TypeError(f"expected a Histogram, got a {type(value).__name__}")
+    return value
 
 
 def _merge_histograms(values: list[Histogram]) -> Histogram:

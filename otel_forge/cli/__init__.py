@@ -295,11 +295,28 @@ def replay(run_id: str | None, endpoint: str | None, timeout: float, config_path
 
 @main.command()
 @click.argument(
-    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency"])
+    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency", "scale"])
 )
+@click.option("--ranks", type=click.IntRange(1, 16_384), default=64, show_default=True, help="Of scale: simulated ranks.")
+@click.option("--series", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Of scale: series of each rank.")
+@click.option("--steps", type=click.IntRange(1, 100_000), default=10, show_default=True, help="Of scale: steps.")
+@click.option("--tiers", type=click.IntRange(1, 2), default=1, show_default=True, help="Of scale: one Collector, or agents and a gateway.")
+@click.option("--gateway-mode", type=click.Choice(["forward", "reduce"]), default="forward", show_default=True, help="Of scale with two tiers.")
+@click.option("--interval", type=click.FloatRange(0), default=1.0, show_default=True, help="Of scale: seconds from step to step, at least.")
 @with_json
-def bench(names: tuple[str, ...], as_json: bool) -> None:
-    """Measure what telemetry costs, each figure beside a baseline of the same run. Without NAMES: all of them (about two minutes)."""
+def bench(names: tuple[str, ...], ranks: int, series: int, steps: int, tiers: Any, gateway_mode: Any, interval: float, as_json: bool) -> None:
+    """Measure what telemetry costs, each figure beside a baseline of the same run. Without NAMES: all but scale (about two minutes).
+
+    `bench scale` simulates many ranks against real Collectors and a real exporter.
+    """
+    if "scale" in names:
+        from otel_forge.cli.bench_scale import Load, describe, measure
+
+        if len(names) > 1:
+            raise click.UsageError("scale is measured alone")
+        found = measure(Load(ranks, series, steps, tiers=tiers, gateway=gateway_mode, interval_s=interval), say)
+        show(as_json, found, describe(found))
+        return
     from otel_forge.cli.bench import run_benchmarks, show_benchmarks
 
     results = run_benchmarks(names, say)
@@ -318,24 +335,56 @@ def collector() -> None:
 
 
 @collector.command("install")
+@click.option("--with", "extra", type=click.Choice(["loadbalancing"]), help="Get the larger Collector too, for agents in front of several gateways.")
 @with_json
-def collector_install(as_json: bool) -> None:
+def collector_install(extra: str | None, as_json: bool) -> None:
     """Get the Collector and Jaeger: from PATH or cache, else the official release, else a build from Go modules."""
-    from otel_forge.cli.binaries import COLLECTOR, JAEGER, install
+    from otel_forge.cli.binaries import COLLECTOR, JAEGER, LOADBALANCING, install
 
-    found = {binary.name: str(install(binary, say)) for binary in (COLLECTOR, JAEGER)}
+    wanted = (COLLECTOR, JAEGER, *((LOADBALANCING,) if extra else ()))
+    found = {binary.name: str(install(binary, say)) for binary in wanted}
     show(as_json, found, "\n".join(f"{name}: {path}" for name, path in found.items()))
 
 
-@collector.command("config")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write the files into this folder instead of printing.")
-@click.argument("name", required=False, type=click.Choice(["single-node.yaml", "jaeger.yaml"]))
-@with_json
-def collector_config_command(out: Path | None, name: str | None, as_json: bool) -> None:
-    """Print or write the configuration files."""
-    from otel_forge.cli.collector_config import FILES
+def with_collector_options(function: F) -> F:
+    """The options of `collector_config.Options`, by their names."""
+    options = [
+        click.option("--listen", help="Address that the receivers bind [default: loopback]; another needs TLS or --token."),
+        click.option("--window", "window_s", type=float, help="Seconds that packets of one step may be apart [default: FORGE_WINDOW, else 1]."),
+        click.option("--deadline", "deadline_s", type=float, help="The exporter's row_deadline_s, that windows have to fit into [default: 10]."),
+        click.option("--queue-size", type=int, default=20_000, show_default=True, help="Requests that each persistent queue holds."),
+        click.option("--memory-mib", type=int, default=1536, show_default=True, help="Above it the receivers refuse until memory is free again."),
+        click.option("--exporter", help="host:port of the exporter [default: FORGE_EXPORTER, else 127.0.0.1:4327]."),
+        click.option("--gateway", "gateways", multiple=True, help="host:port of a gateway, for agents; several: the loadbalancing exporter."),
+        click.option("--gateway-dns", help="host:port of a DNS name with an address per gateway; also the loadbalancing exporter."),
+        click.option("--gateway-mode", "gateway", type=click.Choice(["forward", "reduce"]), help="What gateways do [default: forward]."),
+        click.option("--no-jaeger", "jaeger", is_flag=True, flag_value=False, default=True, help="Count spans and drop them."),
+        click.option("--jaeger", "jaeger_endpoint", help="host:port of Jaeger's OTLP/gRPC [default: FORGE_JAEGER_OTLP, else 127.0.0.1:4337]."),
+        click.option("--tls-cert", help="File of the certificate that the receivers show."),
+        click.option("--tls-key", help="File of its key."),
+        click.option("--tls-ca", help="File of the authority for the next hop's certificate; turns TLS on towards it."),
+        click.option("--token", is_flag=True, default=None, help="Ask for the bearer token in FORGE_TOKEN, and show it to the next hop."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
 
-    texts = {file_name: FILES[file_name]() for file_name in ([name] if name else list(FILES))}
+
+@collector.command("config")
+@click.option("--tier", type=click.Choice(["single", "agent", "gateway"]), help="Which Collector's file [default: all files].")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write the files into this folder instead of printing.")
+@click.argument("name", required=False, type=click.Choice(["single-node.yaml", "agent.yaml", "gateway.yaml", "jaeger.yaml"]))
+@with_collector_options
+@with_config
+@with_json
+def collector_config_command(tier: Any, out: Path | None, name: str | None, config_path: Path | None, as_json: bool, **options: Any) -> None:
+    """Print or write the configuration files. What no option says is taken from the `collector` section of --config."""
+    from otel_forge.cli.collector_config import FILE_NAMES, RENDERERS, jaeger, options_of
+
+    chosen = options_of(_load(config_path)[0].collector, options)
+    wanted = FILE_NAMES[tier] if tier else name
+    files = {FILE_NAMES[key]: RENDERERS[key] for key in FILE_NAMES} | {"jaeger.yaml": lambda _: jaeger()}
+    texts = {file_name: render(chosen) for file_name, render in files.items() if wanted in (None, file_name)}
     if out is None:
         show(as_json, texts, "\n".join(texts.values()))
         return
@@ -350,12 +399,13 @@ def collector_config_command(out: Path | None, name: str | None, as_json: bool) 
 @with_json
 def collector_validate(files: tuple[Path, ...], as_json: bool) -> None:
     """Let the Collector's own `validate` check its configuration (jaeger.yaml: Jaeger's). Exit code 1 when one is wrong."""
-    from otel_forge.cli.binaries import COLLECTOR, JAEGER, files_dir, install
+    from otel_forge.cli.binaries import files_dir, install, program_for
+    from otel_forge.cli.collector_config import FILES
 
-    paths = files or tuple(files_dir() / name for name in ("single-node.yaml", "jaeger.yaml"))
+    paths = files or tuple(files_dir() / name for name in FILES)
     results = {}
     for path in paths:
-        program = install(JAEGER if path.name == "jaeger.yaml" else COLLECTOR, say)
+        program = install(program_for(path), say)
         done = subprocess.run([str(program), "validate", "--config", str(path)], capture_output=True, text=True, check=False)
         results[str(path)] = {"valid": done.returncode == 0, "message": done.stderr.strip()}
     lines = [f"{path}: {'valid' if result['valid'] else 'NOT valid: ' + str(result['message'])}" for path, result in results.items()]

@@ -16,10 +16,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from otel_forge.config import ENV_COLLECTOR_BIN, ENV_JAEGER_BIN
+from otel_forge.config import ENV_COLLECTOR_BIN, ENV_JAEGER_BIN, ENV_LOADBALANCING_BIN
 from otel_forge.errors import BinaryNotFound, StateError
 
 CONNECT_TIMEOUT_S = 4.0
@@ -66,6 +66,15 @@ COLLECTOR = Binary(
     member="otelcol-contrib",
     minutes=3,
 )
+LOADBALANCING = replace(
+    COLLECTOR,
+    name="otelcol-forge-loadbalancing",
+    env=ENV_LOADBALANCING_BIN,
+    on_path=("otelcol-contrib", "otelcol-forge-loadbalancing"),
+    sources="otelcol-loadbalancing",
+    minutes=5,
+)
+"""The Collector with the loadbalancing exporter, for agents in front of several gateways; about twice the size."""
 JAEGER = Binary(
     name="jaeger",
     version="1.76.0",
@@ -92,6 +101,13 @@ def files_dir() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "collector-config"
 
 
+def program_for(config: Path) -> Binary:
+    """The program that understands a configuration file."""
+    if config.name == "jaeger.yaml":
+        return JAEGER
+    return LOADBALANCING if "\n  loadbalancing" in config.read_text(encoding="utf-8") else COLLECTOR
+
+
 def find(binary: Binary) -> Path | None:
     """The program if it is there already: the one the environment names, on PATH, or in the cache. Raises BinaryNotFound for a wrong environment."""
     given = os.environ.get(binary.env)
@@ -110,7 +126,15 @@ def find(binary: Binary) -> Path | None:
 
 
 def _cached(binary: Binary) -> Path:
-    return cache_dir() / f"{binary.name}-{binary.version}" / binary.name
+    return cache_dir() / f"{binary.name}-{binary.version}-{_digest(binary)}" / binary.name
+
+
+def _digest(binary: Binary) -> str:
+    """Changes when the sources do: a program that lacks a component of today's is never taken from the cache."""
+    digest = hashlib.blake2b(digest_size=4)
+    for path in sorted((files_dir() / binary.sources).iterdir()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def install(binary: Binary, say: Say) -> Path:

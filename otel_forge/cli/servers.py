@@ -137,7 +137,7 @@ class Stack:
         self._spawn("jaeger", [str(program), "--config", str(path)], environ | {files.ENV_HEALTH: self._address("jaeger_health")})
 
     def _start_collector(self, program: Path, *, jaeger: bool) -> None:
-        path = self._write_config("collector.yaml", files.single_node(jaeger=jaeger))
+        path = self._write_config("collector.yaml", files.single_node(files.Options(jaeger=jaeger)))
         environ = self._addresses(files.ENV_OTLP_GRPC, files.ENV_OTLP_HTTP, files.ENV_WINDOW_GRPC, files.ENV_EXPORTER, files.ENV_JAEGER_OTLP)
         environ |= {
             files.ENV_HEALTH: self._address("collector_health"),

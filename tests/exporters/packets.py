@@ -38,13 +38,17 @@ class Ranks:
         ]
 
     def send(self, rank: int, step: int, records: Recorded, *, occurrence: int = 0, took_s: float = 1e-6) -> bytes:
+        (payload,) = self.send_parts(rank, step, records, occurrence=occurrence, took_s=took_s)
+        return payload
+
+    def send_parts(self, rank: int, step: int, records: Recorded, *, occurrence: int = 0, took_s: float = 1e-6) -> list[bytes]:
         registry = Registry()
         registry.set_mode(off=False, bounded=False, stream=None)
         for key, value, reduction in records:
             registry.record(key, value, reduction, None)
         now = time.time_ns()
-        (packet,) = self.builders[rank].values(Sealed(step, step, occurrence, now - round(took_s * 1e9), now, registry.drain()))
-        return packet.payload
+        sealed = Sealed(step, step, occurrence, now - round(took_s * 1e9), now, registry.drain())
+        return [packet.payload for packet in self.builders[rank].values(sealed)]
 
     def control(self, rank: int, kind: str, body: Mapping[str, Any]) -> bytes:
         return self.builders[rank].control(kind, body, time.time_ns()).payload

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from otel_forge_exporters.cover import Candidate, Cover
+
+from tests.choice import cases, measure
 
 member_sets = st.lists(st.frozensets(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=7)
 
@@ -41,3 +44,12 @@ def test_more_candidates_never_cover_less(first: list[frozenset[int]], more: lis
         cover.add(Candidate(f"more{index}", members, direct=False))
     after = cover.choose(names)
     assert sum(len(cover.candidates[i].members) for i in after) >= sum(len(cover.candidates[i].members) for i in before)
+
+
+@pytest.mark.parametrize("name", cases(512))
+def test_what_happens_to_many_ranks_leaves_nobody_out_who_could_be_covered(name: str) -> None:
+    """The cases of `python -m tests.choice`, where the search is capped; only where packets were lost may somebody be left out."""
+    sets = cases(512)[name]
+    _, _, covered = measure(sets)
+    everyone = len({member for members in sets for member in members})
+    assert covered == everyone or ("lost" in name and covered >= max(sum(map(len, sets[:5])), everyone // 2))

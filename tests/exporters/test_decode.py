@@ -54,3 +54,24 @@ def test_mutated_requests_never_crash_and_never_change_a_number() -> None:
         for revision in assembler.due(100.0):
             revision.row.to_json()
     assert refused > 100
+
+
+def test_one_window_keeps_ranks_apart_that_sent_different_numbers_of_parts() -> None:
+    """A rank with one part and one with two, in one payload: three units, each with a name of its own."""
+    from otel_forge_exporters.decode import decode
+
+    from otel_forge import points
+    from otel_forge.metrics import Reduce
+    from tests.exporters.packets import Ranks, mean, reduced
+
+    ranks = Ranks(2)
+    before, points.PART_BYTES = points.PART_BYTES, 600
+    try:
+        (one,) = ranks.send_parts(0, 0, mean(1.0))
+        two = ranks.send_parts(1, 0, [*mean(1.0), ("other", 2.0, Reduce.MEAN)])
+    finally:
+        points.PART_BYTES = before
+    assert len(two) == 2
+    units = decode(reduced([one, *two], "b")).units
+    assert sorted((unit.part, unit.parts, sorted(unit.members)) for unit in units) == [(0, 1, [0]), (0, 2, [1]), (1, 2, [1])]
+    assert len({unit.unit_id for unit in units}) == 3

@@ -12,10 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
-from otel_forge_exporters.receiver import GrpcReceiver, HttpReceiver
+from otel_forge_exporters.receiver import Access, GrpcReceiver, HttpReceiver
 from otel_forge_exporters.service import Service
 
 from otel_forge.config import load_config
+from otel_forge.errors import ConfigError
 from tests.exporters.packets import Ranks, mean
 from tests.integration.conftest import rows_of, wait_for
 
@@ -110,3 +111,40 @@ def test_a_taken_port_is_an_error_with_its_name(tmp_path: Path) -> None:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OSError, match=endpoint):
             HttpReceiver(service, endpoint, on_drain=lambda timeout_s, code: True)
+
+
+@pytest.mark.parametrize("endpoint", ["0.0.0.0:4327", "[::]:4327", "10.0.0.1:4327", "node1:4327"])
+def test_an_address_that_others_reach_needs_a_token_or_a_certificate(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"collector\.token, or collector\.tls"):
+        Access.of(load_config({}).collector, endpoint)
+    assert Access.of(load_config({"collector": {"token": "t"}}).collector, endpoint).token == "t"
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:4327", "[::1]:4327", "localhost:4327"])
+def test_loopback_asks_for_nothing(endpoint: str) -> None:
+    """The Collector of `otel-forge up` on the same machine has no token to show."""
+    assert Access.of(load_config({"collector": {"token": "t"}}).collector, endpoint) == Access()
+
+
+def test_only_who_shows_the_token_is_heard(tmp_path: Path) -> None:
+    service = Service(load_config({"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}}), state_dir=None, work_dir=tmp_path)
+    rpc = GrpcReceiver(service, "127.0.0.1:0", Access("right"))
+    http_receiver = HttpReceiver(service, "127.0.0.1:0", Access("right"), on_drain=lambda timeout_s, code: True)
+    service.start()
+    rpc.start()
+    http_receiver.start()
+    body = Ranks(1).send(0, 0, mean(1.0))
+    try:
+        for headers, status in (({}, 401), ({"authorization": "Bearer wrong"}, 401), ({"authorization": "Bearer right"}, 200)):
+            assert _post(http_receiver.port, body, **headers)[0] == status
+            assert _post(http_receiver.port, b"", "/drain", **headers)[0] == status
+        with grpc.insecure_channel(f"127.0.0.1:{rpc.port}") as channel:
+            call = channel.unary_unary(METRICS)
+            with pytest.raises(grpc.RpcError) as refused:
+                call(body, timeout=10, metadata=(("authorization", "Bearer wrong"),))
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+            call(body, timeout=10, metadata=(("authorization", "Bearer right"),))
+    finally:
+        rpc.stop()
+        http_receiver.stop()
+        service.stop(5.0, 0)
