@@ -99,7 +99,7 @@ def main(rank, path):
     member = resolve_member(None, 0, None, None, os.environ)
     run = resolve_run(None, member, os.environ, process_facts())
     dist.barrier()
-    os.write(1, f"{member.rank} {member.world_size} {run.run_id} {run.attempt}\n".encode())  # one write, which the other's cannot split
+    os.write(1, f"{member.rank} {member.world_size} {run.run_id} {run.attempt}\\n".encode())  # one write, which the other's cannot split
     dist.destroy_process_group()
 if __name__ == "__main__":
     mp.spawn(main, (sys.argv[1],), nprocs=2)
