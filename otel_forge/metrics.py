@@ -152,6 +152,8 @@ class Registry:
         """Key → the series of its first reduction, the one that the hot path serves."""
         self.strict = False
         self.off = False
+        self.ended = 0
+        """1 after `shutdown`: what is recorded from then on is counted as dropped."""
         self.bounded = True
         """True while nothing drains: before `init`, so that a program that never calls it does not fill its memory."""
         self.stream: Callable[[str, float], None] | None = None
@@ -179,7 +181,10 @@ class Registry:
         if target is not None:
             target.record(key, value, reduction, weight)
             return
-        if self.off or self.is_recomputing():
+        if self.off:
+            self.dropped += self.ended
+            return
+        if self.is_recomputing():
             return
         try:
             if self.first_record is not None:
@@ -419,6 +424,7 @@ class Registry:
             self._first.clear()
             self.problems.clear()
             self.dropped = 0
+            self.ended = 0
             self.first_record = None
             self.route = None
             self._blocks = None

@@ -11,6 +11,7 @@ from otel_forge import points, wire
 from otel_forge.delivery import Packet
 from otel_forge.identity import Member, Run
 from otel_forge.metrics import HistogramReduce, Reduce, Series, Taken
+from otel_forge.modes import LoggingMode
 from otel_forge.moments import Chunk, Summary, bucket, exact_moments, summarize, weigh
 from otel_forge.points import AttributeValue, PointContext, ResourceTemplate, SeriesName
 
@@ -90,7 +91,7 @@ class PacketBuilder:
             if self._contribute:
                 packets.append(self._packet(wire.PACKET_VALUES, route, head + body, window=self._window))
             else:
-                packets.append(self._packet(wire.PACKET_VALUES, route, head, window=self._window))
+                packets.append(self._packet(wire.PACKET_VALUES, route, head, window=self._window, for_global_only=True))
                 packets.append(self._packet(wire.PACKET_VALUES, wire.ROUTE_DIRECT, head + body, window=False, contribute=False))
         return packets
 
@@ -199,12 +200,14 @@ class PacketBuilder:
         encoded = b"".join(points.gauge(wire.metric_name(key), data_points) for key, data_points in by_key.items())
         return self._packet(wire.PACKET_STREAM, wire.ROUTE_DIRECT, encoded, window=False)
 
-    def _packet(self, kind: str, route: str, metrics: bytes, *, window: bool, contribute: bool = True) -> Packet:
+    def _packet(self, kind: str, route: str, metrics: bytes, *, window: bool, contribute: bool = True, for_global_only: bool = False) -> Packet:
         template = self._templates.get((kind, route, contribute))
         if template is None:
             further: dict[str, AttributeValue] = {wire.ROUTE: route, wire.PACKET: kind}
             if not contribute:
                 further[wire.CONTRIBUTE] = False
+            if for_global_only:  # the member's own row is made of its other packet
+                further[wire.MODES] = LoggingMode.GLOBAL_REDUCE.value
             template = self._templates[kind, route, contribute] = ResourceTemplate.of({**self._resource, **further})
         packet_id = f"{self._nonce}/{self._sequence}"
         self._sequence += 1

@@ -524,7 +524,7 @@ def init(
         given: dict[str, Any] = {"role": role, "replica": replica, "rank": rank, "world_size": world_size, "run_id": run_id}
         given |= {"run_config": run_config, "contribute": contribute, "sender": sender}
         registry = metrics.registry()
-        registry.strict = strict
+        registry.strict, registry.ended = strict, 0
         registry.first_record = None
         pipeline = Pipeline(load_config(config), explicit=explicit, given=given, registry=registry)
         if _early_steps.opening:
@@ -654,6 +654,7 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
         measuring.close()
         several_roles = False
         metrics.registry().route = None
+        metrics.registry().ended = 1
         metrics.registry().set_mode(off=True, bounded=False, stream=None)
     if report.dropped:
         logger.warning("otel-forge: %d packets delivered, %d kept on disk, %d lost", report.delivered, report.spilled, report.dropped)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import otel_forge
-from otel_forge import LoggingMode, Reduce, record_metric, record_metrics
+from otel_forge import LoggingMode, Reduce, metrics, points, record_metric, record_metrics
 from otel_forge.errors import ConfigError, InvalidValueError
 from otel_forge.testing import capture
 from tests.fresh_process import in_fresh_process
@@ -300,3 +300,42 @@ def test_every_record_of_a_device_scalar_is_streamed_with_its_own_time(monkeypat
     assert times[1] - times[0] > 0.009
     assert times[2] - times[1] > 0.009
     assert [row["metrics"]["loss"] for row in rows if row["mode"] == "global_reduce"] == [2.0]
+
+
+def test_what_is_recorded_after_shutdown_is_counted_not_raised() -> None:
+    with capture():
+        record_metric("loss", 1.0)
+        otel_forge.flush(0)
+        otel_forge.shutdown()
+        for _ in range(3):
+            record_metric("loss", 1.0)
+        assert not otel_forge.flush(1)
+        assert metrics.registry().dropped == 3
+
+
+def test_a_step_too_large_for_one_packet_is_split_and_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "PART_BYTES", 20_000)
+    with capture() as captured:
+        for number in range(500):
+            record_metric(f"key/{number}", float(number))
+            record_metric(f"std/{number}", float(number), Reduce.STD)
+        record_metric("weighted", 2.0, weight=3.0)
+        otel_forge.flush(0)
+        (row,) = captured.rows
+    found = _metrics(row)
+    assert len(found) == 1001
+    assert found["key/499"] == 499.0
+    assert (found["std/3"], found["weighted"]) == (0.0, 2.0)
+
+
+def test_a_copy_s_values_are_kept_out_of_the_global_row_and_are_in_its_own() -> None:
+    """A tensor-parallel copy: contribute=False."""
+    with capture(modes=(LoggingMode.GLOBAL_REDUCE, LoggingMode.PER_RANK_REDUCE)) as captured:
+        current = otel_forge.pipeline.current()
+        assert current is not None
+        current.given = {**current.given, "contribute": False}
+        record_metric("tokens", 5.0, Reduce.SUM)
+        otel_forge.flush(0)
+        rows = captured.rows
+    found = {row["mode"]: _metrics(row) for row in rows}
+    assert found == {"global_reduce": {}, "per_rank_reduce": {"tokens": 5.0}}
