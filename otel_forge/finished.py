@@ -49,6 +49,8 @@ def emit(
     """Give out a span, to the open role if `waiting` does not say where; dropped, and counted, where too many wait."""
     if waiting is None:
         waiting = pipeline.waiting_spans()
+    if registry().first_record is not None:  # a child process's way to its parent starts with what it records first
+        registry().start_relay()
     if len(waiting) >= pipeline.MAX_WAITING_SPANS:
         registry().dropped += 1
         return

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from otel_forge.destination import Destination
     from otel_forge.identity import Member, Run
     from otel_forge.points import AttributeValue
+    from otel_forge.spans import SpanRecord
     from otel_forge.worker import Identified, SenderLike, Worker
 
 logger = logging.getLogger("otel_forge")
@@ -148,12 +149,17 @@ class Pipeline:
     def _listen(self) -> RelayServer | None:
         """Let child processes send what they record."""
         try:
-            relay = RelayServer(self.registry)
+            relay = RelayServer(self.registry, self._take_span)
         except OSError as error:
             logger.warning("what child processes record is not relayed: %s", error)
             return None
         os.environ[ENV_RELAY] = relay.path
         return relay
+
+    def _take_span(self, record: SpanRecord) -> None:
+        """A child process's span, in the step that is open here; it has no parent here but the step's root."""
+        if self.config.tracing.enabled and len(self.spans) < MAX_WAITING_SPANS:
+            self.spans.append(replace(record, step=self.steps.opening))
 
     def _wants_streams(self) -> bool:
         """Decided at init, before the rank is known: by the configuration, the environment or a living `up`."""
@@ -398,7 +404,7 @@ class Pipeline:
         """Leave the parent's data to the parent; what the child records is relayed to it."""
         if self._relay is not None:
             self._relay.close()
-            arm(self.registry, self._relay.path)
+            arm(self.registry, self._relay.path, spans)
         if self._sender is not None:
             self._sender.after_fork_in_child()
 
@@ -438,7 +444,8 @@ several_roles = False
 
 
 if os.environ.get(ENV_RELAY):
-    arm(metrics.registry(), os.environ[ENV_RELAY])  # a spawned child of a member; `init` makes it a member of its own
+    recording_spans = True
+    arm(metrics.registry(), os.environ[ENV_RELAY], spans)  # a spawned child of a member; `init` makes it a member of its own
 
 
 def current() -> Pipeline | None:
@@ -583,6 +590,7 @@ def _after_fork_in_child() -> None:
     metrics.registry().after_fork_in_child()
     if pipeline is not None:
         pipeline.after_fork_in_child()
+        recording_spans = pipeline.config.tracing.enabled and metrics.registry().first_record is not None
 
 
 def _step_number(step: Any, opening: int) -> int:

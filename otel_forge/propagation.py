@@ -42,8 +42,11 @@ pipeline.open_scope_ids = _open_scope_ids
 
 @contextlib.contextmanager
 def extract(carrier: Mapping[str, str]) -> Iterator[None]:
-    """Scopes opened inside hang under the scope that was injected, in its trace; with a carrier that holds none, nothing changes."""
-    found = _parse(carrier.get(TRACEPARENT, ""))
+    """Scopes opened inside hang under the scope that was injected, in its trace; with a carrier that holds none, nothing changes.
+
+    An environment is a carrier, too: `TRACEPARENT`, as other tools set it, is read as well.
+    """
+    found = _parse(carrier.get(TRACEPARENT) or carrier.get(TRACEPARENT.upper(), ""))
     if found is None:
         yield
         return
@@ -72,7 +75,7 @@ def _parse(text: str) -> tuple[bytes, int] | None:
 def carry(function: F) -> F:
     """`function`, to be called by another thread, in the scope that is open here: `pool.submit(carry(work), item)`. asyncio does this by itself.
 
-    For another process give it `inject`'s carrier and `extract` it there.
+    For another process (a process pool, a subprocess, an actor) give it `inject`'s carrier and `extract` it there.
     """
     context = contextvars.copy_context()
 

@@ -16,11 +16,13 @@ import socket
 import struct
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from otel_forge import measuring
 from otel_forge.metrics import HistogramReduce, Reduce, Reduction, Registry
 from otel_forge.moments import Chunk
+from otel_forge.spans import SpanRecord
 
 logger = logging.getLogger("otel_forge")
 
@@ -34,9 +36,10 @@ _LENGTH = struct.Struct("<I")
 class RelayServer:
     """The member's side: one thread that waits for children, and one for each that is connected."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, take_span: Callable[[SpanRecord], None]) -> None:
         """Listen, in a directory that only this user can enter. Raises OSError."""
         self._registry = registry
+        self._take_span = take_span
         self._folder = tempfile.mkdtemp(prefix="otel-forge-")
         self.path = os.path.join(self._folder, "relay")
         self._socket = socket.socket(socket.AF_UNIX)
@@ -70,8 +73,10 @@ class RelayServer:
                     break
         self._open.discard(connection)
 
-    def _take(self, batch: list[dict[str, Any]]) -> None:
-        for item in batch:
+    def _take(self, batch: dict[str, list[Any]]) -> None:
+        for *fields, trace_id in batch["spans"]:
+            self._take_span(SpanRecord(*fields, trace_id and bytes.fromhex(trace_id)))
+        for item in batch["values"]:
             series = self._registry.series_of(item["key"], _reduction(item))
             if series is not None:
                 series.values.extend(item["values"])
@@ -94,14 +99,15 @@ class RelayServer:
 class RelayClient:
     """The child's side: takes what its registry holds every 0.2 s and sends it."""
 
-    def __init__(self, registry: Registry, path: str) -> None:
+    def __init__(self, registry: Registry, path: str, spans: list[SpanRecord]) -> None:
         self._registry = registry
+        self._spans = spans
         self._path = path
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self.lost = 0
-        """Values that could not be sent because the member is gone."""
+        """Values and spans that could not be sent because the member is gone."""
 
     def start(self) -> None:
         """Start sending; runs with the child's first record."""
@@ -129,9 +135,12 @@ class RelayClient:
                 fields = {"key": item.series.key, "reduction": reduction.value, "bounds": bounds}
                 chunks = [(dataclasses.astuple(chunk), weight) for chunk, weight in item.chunks]
                 batch.append({**fields, "values": item.values, "weighted": item.weighted, "chunks": chunks})
-            if not batch:
+            count = len(self._spans)
+            spans = [(*dataclasses.astuple(span)[:-1], span.trace_id and span.trace_id.hex()) for span in self._spans[:count]]
+            del self._spans[:count]
+            if not batch and not spans:
                 return
-            body = json.dumps(batch).encode()
+            body = json.dumps({"values": batch, "spans": spans}, default=str).encode()
             try:
                 if self._connection is None:
                     self._connection = socket.socket(socket.AF_UNIX)
@@ -141,7 +150,7 @@ class RelayClient:
                 if self._connection.recv(1) != b"\x01":
                     raise ConnectionError("the member did not take it")
             except OSError as error:
-                self._lose(sum(len(item["values"]) + len(item["weighted"]) for item in batch), error)
+                self._lose(sum(len(item["values"]) + len(item["weighted"]) for item in batch) + len(spans), error)
 
     def _lose(self, count: int, error: OSError) -> None:
         if self._connection is not None:
@@ -174,12 +183,12 @@ def _reduction(item: dict[str, Any]) -> Reduction:
     return HistogramReduce(item["bounds"]) if item["reduction"] == "histogram" else Reduce(item["reduction"])
 
 
-def arm(registry: Registry, path: str | None) -> None:
+def arm(registry: Registry, path: str | None, spans: list[SpanRecord]) -> None:
     """In a child: let its first record start the way to the member at `path`; None: nothing is sent."""
-    registry.first_record = (lambda: _start(registry, path)) if path else None
+    registry.first_record = (lambda: _start(registry, path, spans)) if path else None
 
 
-def _start(registry: Registry, path: str) -> None:
+def _start(registry: Registry, path: str, spans: list[SpanRecord]) -> None:
     registry.first_record = None
     registry.set_mode(off=False, bounded=False, stream=None)
-    RelayClient(registry, path).start()
+    RelayClient(registry, path, spans).start()

@@ -44,6 +44,7 @@ def _reseed() -> None:
     global _bits
     _bits = random.Random(os.urandom(16)).getrandbits
     open_scopes.clear()
+    _parent.set(0)  # the scope that is open in the parent process may end, and its step too, long before this one's spans do
 
 
 os.register_at_fork(after_in_child=_reseed)

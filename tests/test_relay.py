@@ -16,6 +16,8 @@ import otel_forge
 from otel_forge import Reduce, record_metric
 
 def work(number):
+    with otel_forge.span("child/outer"), otel_forge.trace("child", metrics_only=False):
+        pass
     for _ in range(100):
         record_metric("child", float(number), Reduce.SUM)
         record_metric("shared", 1.0, weight=2.0)
@@ -23,6 +25,8 @@ def work(number):
 def main():
     method = sys.argv[1]
     otel_forge.init({"collector": {"shape": "inprocess"}, "metric_logging": {"jsonl": {"path": "rows.jsonl"}}})
+    got = []
+    otel_forge.pipeline.current()._worker._encode_spans = lambda records, *_: (got.extend(records), b"")[1]
     record_metric("shared", 4.0)
     otel_forge.set_step(3)
     context = multiprocessing.get_context(method)
@@ -31,6 +35,8 @@ def main():
     for child in children: child.join(30); assert child.exitcode == 0, child.exitcode
     otel_forge.flush(3)
     otel_forge.shutdown()
+    names = {span.span_id: span.name for span in got}
+    print(sorted((span.name, names.get(span.parent_id), span.step) for span in got))
 
 if __name__ == "__main__":
     main()
@@ -51,6 +57,7 @@ def test_values_of_multiprocessing_children_are_in_the_member_s_row(method: str,
     assert row["metrics"]["child"] == 100 * (1 + 2 + 3)
     assert row["metrics"]["shared"] == pytest.approx((4.0 + 2.0 * 300) / (1 + 2 * 300))
     assert row["world_size"] == 1
+    assert done.stdout.strip() == str([("child", "child/outer", 3)] * 3 + [("child/outer", None, 3)] * 3)
 
 
 LOADER = """

@@ -588,3 +588,20 @@ def test_spans_of_the_user_s_own_tracer_nest_in_the_open_scope() -> None:
     with tracer.start_as_current_span("after"):
         pass
     assert exporter.get_finished_spans()[-1].parent is None
+
+
+def test_context_travels_in_an_environment_to_a_process_pool_s_worker() -> None:
+    with capture() as captured:
+        otel_forge.flush(0)
+        captured.rows  # noqa: B018 - the run is known
+        with span("ask") as _:
+            carrier: dict[str, str] = {}
+            otel_forge.inject(carrier)
+        with otel_forge.extract({"TRACEPARENT": carrier["traceparent"]}), span("answer"):
+            pass
+        otel_forge.flush(1)
+        found = {one.name: one for one in captured.spans}
+    assert found["answer"].parent_id == found["ask"].span_id
+    for broken in ("", "00-abc", "00-" + "0" * 32 + "-" + "1" * 16 + "-01", "00-" + "g" * 32 + "-" + "1" * 16 + "-01"):
+        with otel_forge.extract({"TRACEPARENT": broken}):
+            assert otel_forge.tracing.current_span_id() == 0
