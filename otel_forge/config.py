@@ -41,6 +41,10 @@ ENV_LOADBALANCING_BIN = "OTEL_FORGE_LOADBALANCING_BIN"
 ENV_JAEGER_BIN = "OTEL_FORGE_JAEGER_BIN"
 ENV_DISABLED = ("OTEL_SDK_DISABLED", "FORGE_DISABLE_METRICS")
 """Any of them set to true turns everything off. The second is torchforge's name."""
+ENV_SCOPES_DISABLED = "DISABLE_PERF_METRICS"
+"""torchforge's name: true turns scopes (Tracer, trace, span, instrument) off, and nothing else."""
+ENV_TIMER_USES_GPU = "METRIC_TIMER_USES_GPU"
+"""torchforge's name: true or false is `tracing.timer: gpu` or `cpu`, where the file says nothing."""
 ENV_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ENV_OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 ENV_RESOURCE = "OTEL_RESOURCE_ATTRIBUTES"
@@ -263,9 +267,25 @@ def state_dir(config: ForgeConfig) -> Path:
     return (config.state_dir or default_state_dir()).expanduser().absolute()
 
 
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("true", "1", "yes")
+
+
 def is_disabled() -> bool:
     """Whether an environment variable turns all telemetry off."""
-    return any(os.environ.get(name, "").strip().lower() in ("true", "1", "yes") for name in ENV_DISABLED)
+    return any(_is_true(name) for name in ENV_DISABLED)
+
+
+def are_scopes_disabled() -> bool:
+    """Whether an environment variable turns scopes off."""
+    return _is_true(ENV_SCOPES_DISABLED)
+
+
+def timer(config: ForgeConfig) -> str:
+    """What scopes are timed by: the file's word, else torchforge's variable, else `auto`."""
+    if "timer" in config.tracing.model_fields_set or not os.environ.get(ENV_TIMER_USES_GPU):
+        return config.tracing.timer
+    return "gpu" if _is_true(ENV_TIMER_USES_GPU) else "cpu"
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ recording_spans = False
 """Whether spans go anywhere: between `init` and `shutdown`, unless tracing is disabled. What every scope asks first."""
 
 
+scopes_off = False
+"""Whether scopes do nothing at all: telemetry is disabled or has ended, or DISABLE_PERF_METRICS says so. What a decorated function asks first."""
 remote_trace: contextvars.ContextVar[bytes | None] = contextvars.ContextVar("otel_forge_remote_trace", default=None)
 """The trace of another process that this context works for; None: that of the open step."""
 open_scope_ids: Callable[[], tuple[bytes, bytes] | None] | None = None
@@ -514,12 +516,14 @@ def init(
     would go to a server, in the wire's form: one point per series and step; `sender` takes the packets themselves. Raises ConfigError; after that,
     nothing raises unless `strict`.
     """
-    global _pipeline, recording_spans
-    from otel_forge.config import is_disabled, load_config
+    global _pipeline, recording_spans, scopes_off
+    from otel_forge.config import are_scopes_disabled, is_disabled, load_config, timer
 
     if is_disabled():
         metrics.registry().set_mode(off=True, bounded=False, stream=None)
+        scopes_off = True
         return
+    scopes_off = are_scopes_disabled()
     with _init_lock:
         if _pipeline is not None:
             return
@@ -538,7 +542,7 @@ def init(
             pipeline.steps.set(_early_steps.opening)
         _pipeline = pipeline
         _sample_spans()
-        measuring.configure(timer=pipeline.config.tracing.timer, track_memory=pipeline.config.tracing.track_memory)
+        measuring.configure(timer=timer(pipeline.config), track_memory=pipeline.config.tracing.track_memory)
         _install_hooks()
 
 
@@ -547,7 +551,7 @@ def _sample_spans() -> None:
     global recording_spans
     if _pipeline is not None:
         tracing = _pipeline.config.tracing
-        recording_spans = tracing.enabled and (tracing.every == 1 or several_roles or _pipeline.steps.is_sampled(tracing.every))
+        recording_spans = tracing.enabled and not scopes_off and (tracing.every == 1 or several_roles or _pipeline.steps.is_sampled(tracing.every))
 
 
 def _install_hooks() -> None:
@@ -648,7 +652,7 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
 
     `exit_code` is the run's; by default 0, or 1 after an uncaught exception. Runs by itself when the program ends.
     """
-    global _pipeline, recording_spans, several_roles
+    global _pipeline, recording_spans, scopes_off, several_roles
     from otel_forge.delivery import DeliveryReport
 
     with _init_lock:
@@ -663,6 +667,7 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
         several_roles = False
         metrics.registry().route = None
         metrics.registry().ended = 1
+        scopes_off = True
         metrics.registry().set_mode(off=True, bounded=False, stream=None)
     if report.dropped:
         logger.warning("otel-forge: %d packets delivered, %d kept on disk, %d lost", report.delivered, report.spilled, report.dropped)
@@ -671,8 +676,9 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
 
 def reset() -> None:
     """Back to the state before the first `init`, for tests: shuts down, forgets keys, steps and spans."""
-    global _early_steps
+    global _early_steps, scopes_off
     shutdown(timeout_s=1.0)
+    scopes_off = False
     measuring.reset()
     metrics.registry().clear()
     spans.clear()

@@ -75,7 +75,9 @@ class RelayServer:
 
     def _take(self, batch: dict[str, list[Any]]) -> None:
         for *fields, trace_id in batch["spans"]:
-            self._take_span(SpanRecord(*fields, trace_id and bytes.fromhex(trace_id)))
+            record = SpanRecord(*fields)
+            record.trace_id = bytes.fromhex(trace_id) if trace_id else None
+            self._take_span(record)
         for item in batch["values"]:
             series = self._registry.series_of(item["key"], _reduction(item))
             if series is not None:

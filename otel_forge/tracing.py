@@ -219,6 +219,8 @@ class Tracer:
                 return
             warn_once("start", f"Tracer({self._prefix!r}).start(): it was not stopped before; that run is marked as failed")
             self._end(None, Failure("start() was called again before stop()", "UsageError"))
+        if pipeline.scopes_off:
+            return
         if self._prefix is None:
             self._prefix = _caller_prefix(sys._getframe(1))
         self._begin()
@@ -275,6 +277,8 @@ class Tracer:
 
     def _is_running(self, what: str) -> bool:
         if self._start is None:
+            if pipeline.scopes_off:
+                return False
             warn_once(what, f"Tracer({self._prefix!r}).{what}() without start(): ignored")
             return False
         if self._owner != _here():
@@ -379,8 +383,8 @@ class trace:
         return scope
 
     def __enter__(self) -> Tracer:
-        if pipeline.is_compiling():
-            self._tracer = Tracer(self._prefix or "compiled")
+        if pipeline.scopes_off or pipeline.is_compiling():
+            self._tracer = Tracer(self._prefix or "off")
             return self._tracer
         tracer = self._tracer = Tracer.__new__(Tracer)
         tracer._prepare(self._prefix if self._prefix is not None else _caller_prefix(sys._getframe(1)), self._options)

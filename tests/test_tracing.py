@@ -605,3 +605,36 @@ def test_context_travels_in_an_environment_to_a_process_pool_s_worker() -> None:
     for broken in ("", "00-abc", "00-" + "0" * 32 + "-" + "1" * 16 + "-01", "00-" + "g" * 32 + "-" + "1" * 16 + "-01"):
         with otel_forge.extract({"TRACEPARENT": broken}):
             assert otel_forge.tracing.current_span_id() == 0
+
+
+@pytest.mark.parametrize("name", ["DISABLE_PERF_METRICS", "FORGE_DISABLE_METRICS"])
+def test_scopes_that_are_off_time_nothing_and_say_nothing(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(name, "true")
+
+    @trace("decorated")
+    def work() -> int:
+        return 3
+
+    otel_forge.init({"collector": {"shape": "inprocess"}, "metric_logging": {}})
+    tracer = Tracer("t")
+    tracer.start()
+    tracer.step("a")
+    tracer.stop()
+    with trace("scope") as scope, span("s"):
+        scope.record("loss", 1.0)
+        assert work() == 3
+    assert not otel_forge.pipeline.spans
+    assert {key for key, _ in otel_forge.metrics.registry().series} == ({"scope/loss"} if name == "DISABLE_PERF_METRICS" else set())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("value", "file", "expected"), [("true", {}, "gpu"), ("false", {}, "cpu"), ("true", {"timer": "gpu_sync"}, "gpu_sync"), ("", {}, "auto")]
+)
+def test_torchforge_s_variable_chooses_the_timer_where_the_file_does_not(
+    value: str, file: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from otel_forge.config import load_config, timer
+
+    monkeypatch.setenv("METRIC_TIMER_USES_GPU", value)
+    assert timer(load_config({"tracing": file})) == expected
