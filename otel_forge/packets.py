@@ -13,7 +13,7 @@ from otel_forge.identity import Member, Run
 from otel_forge.metrics import HistogramReduce, Reduce, Series, Taken
 from otel_forge.modes import LoggingMode
 from otel_forge.moments import Chunk, Summary, bucket, exact_moments, summarize, weigh
-from otel_forge.points import AttributeValue, PointContext, ResourceTemplate, SeriesName
+from otel_forge.points import AttributeValue, ContextTemplate, PointContext, ResourceTemplate, SeriesName
 
 PHASE_SUFFIX = "/duration_max_s"
 MAX_PHASES = 16
@@ -69,6 +69,11 @@ class PacketBuilder:
         self.resource: Mapping[str, AttributeValue] = {**resource, **identity}
         """Who this member is, on everything it sends."""
         self._resource = {**self.resource, wire.MODES: modes, wire.NONCE: nonce}
+        constant: list[tuple[str, AttributeValue]] = [
+            (wire.POINT_ROLE, member.role), (wire.POINT_REPLICA, member.replica), (wire.POINT_ATTEMPT, run.attempt),
+            (wire.POINT_WORLD_SIZE, member.world_size),
+        ]  # fmt: skip
+        self._contexts = ContextTemplate(constant, (wire.STEP, wire.OCCURRENCE, wire.PART, wire.PARTS))
         self._templates: dict[tuple[str, str, bool], ResourceTemplate] = {}
         self._names: dict[tuple[str, str, str | None], SeriesName] = {}
 
@@ -96,12 +101,8 @@ class PacketBuilder:
         return packets
 
     def _context(self, sealed: Sealed, part: int, parts: int) -> PointContext:
-        shared: list[tuple[str, AttributeValue]] = [
-            (wire.STEP, sealed.step), (wire.POINT_ROLE, self._member.role), (wire.POINT_REPLICA, self._member.replica),
-            (wire.POINT_ATTEMPT, self._run.attempt), (wire.OCCURRENCE, sealed.occurrence), (wire.PART, part), (wire.PARTS, parts),
-            (wire.POINT_WORLD_SIZE, self._member.world_size),
-        ]  # fmt: skip
-        return PointContext.of(shared, sealed.start_unix_nano, sealed.end_unix_nano)
+        values = (sealed.step, sealed.occurrence, part, parts)
+        return self._contexts.context(values, sealed.start_unix_nano, sealed.end_unix_nano)
 
     def _own(self, sealed: Sealed, telemetry: Mapping[str, tuple[float, str]], context: PointContext) -> list[bytes]:
         start, end = sealed.start_unix_nano / 1e9, sealed.end_unix_nano / 1e9

@@ -89,6 +89,27 @@ class PointContext:
         return cls(start_unix_nano, time_unix_nano, attributes(NUMBER, pairs), attributes(HISTOGRAM, pairs))
 
 
+class ContextTemplate:
+    """Makes the PointContexts of one member: what never changes is encoded once, and of the rest only the numbers are."""
+
+    def __init__(self, constant: Sequence[tuple[str, AttributeValue]], varying: Sequence[str]) -> None:
+        """`varying`: the names of the int attributes that `context` is given the values of, in this order."""
+        self._constant = (attributes(NUMBER, constant), attributes(HISTOGRAM, constant))
+        self._names = [field(1, name.encode()) for name in varying]
+
+    def context(self, values: Sequence[int], start_unix_nano: int, time_unix_nano: int) -> PointContext:
+        """The context of a packet; values are ints ≥ 0."""
+        number, histogram_ = self._constant
+        for name, value in zip(self._names, values, strict=True):
+            content = varint(value)
+            size = len(content) + 1
+            encoded = name + b"\x12" + _SMALL[size] + b"\x18" + content  # KeyValue {key, value = 2 {int_value = 3}}
+            encoded = _SMALL[len(encoded)] + encoded
+            number += b"\x3a" + encoded  # field 7
+            histogram_ += b"\x4a" + encoded  # field 9
+        return PointContext(start_unix_nano, time_unix_nano, number, histogram_)
+
+
 @dataclass(frozen=True, slots=True)
 class SeriesName:
     """What is constant of one series, encoded once when its key is registered."""
@@ -118,7 +139,17 @@ def histogram(series: SeriesName, context: PointContext, summary: Summary) -> by
         + context.histogram_attributes
         + series.histogram_attributes
     )  # fmt: skip
-    return field(2, series.name + field(9, field(1, point) + _DELTA))
+    return _metric(series.name, b"\x4a", point)
+
+
+def _metric(name: bytes, kind: bytes, point: bytes) -> bytes:
+    """A Metric with one point: field(2, name + field(kind, field(1, point) + delta)), without the calls, because there is one for each series."""
+    size = len(point)
+    head = b"\x0a" + (_SMALL[size] if size < 1024 else _varint(size))
+    size += len(head) + 2
+    head = name + kind + (_SMALL[size] if size < 1024 else _varint(size)) + head
+    size = len(head) + len(point) + 2
+    return b"\x12" + (_SMALL[size] if size < 1024 else _varint(size)) + head + point + _DELTA
 
 
 def bucketed(series: SeriesName, context: PointContext, buckets: Buckets, bounds: Sequence[float]) -> bytes:
@@ -140,7 +171,7 @@ def bucketed(series: SeriesName, context: PointContext, buckets: Buckets, bounds
 def double_sum(series: SeriesName, context: PointContext, value: float) -> bytes:
     """A Metric with one double Sum point: delta, not monotonic."""
     point = _pack_double(0x11, context.start_unix_nano, 0x19, context.time_unix_nano, 0x21, value)
-    return field(2, series.name + field(7, field(1, point + context.number_attributes + series.number_attributes) + _DELTA))
+    return _metric(series.name, b"\x3a", point + context.number_attributes + series.number_attributes)
 
 
 def int_sum(series: SeriesName, context: PointContext, values: Iterable[tuple[int, Sequence[tuple[str, AttributeValue]]]]) -> bytes:

@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from otel_forge import points, wire
 from otel_forge.moments import bucket, exact_moments, summarize, weigh
-from otel_forge.points import PointContext, ResourceTemplate, SeriesName
+from otel_forge.points import ContextTemplate, PointContext, ResourceTemplate, SeriesName
 
 CONTEXT = PointContext.of([("step", 7), ("role", "trainer"), ("attempt", 1_790_000_000_000)], 10, 20)
 
@@ -89,3 +89,9 @@ def test_every_attribute_value_comes_back(value: Any) -> None:
     found = _attributes(_parse(b"", key=value).resource.attributes)["key"]
     assert found == value.encode("utf-8", "replace").decode() if isinstance(value, str) else found == value
     assert type(found) is type(value)
+
+
+@given(st.lists(st.integers(0, 2**62), min_size=2, max_size=2))
+def test_a_template_s_context_is_that_of_its_pairs(values: list[int]) -> None:
+    template = ContextTemplate([("role", "trainer")], ("step", "part"))
+    assert template.context(values, 1, 2) == PointContext.of([("role", "trainer"), ("step", values[0]), ("part", values[1])], 1, 2)
