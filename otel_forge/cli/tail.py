@@ -162,7 +162,7 @@ def _metric_table(role: dict[str, Any], blocks: str, width: int, most: int | Non
     shown = role["metrics"][:most]
     for metric in shown:
         spark = Text(sparkline(metric["history"], spark_width, blocks), "cyan" if not metric["nonfinite"] else "red")
-        table.add_row(_shortened(metric["key"], key_width), *(_number(metric[COLUMNS[name]]) for name in names), spark)
+        table.add_row(shortened(metric["key"], key_width), *(_number(metric[COLUMNS[name]]) for name in names), spark)
     if len(shown) < len(role["metrics"]):
         table.add_row(Text(f"{len(role['metrics']) - len(shown)} more (--metric)", "dim"))
     return table
@@ -180,7 +180,7 @@ def _layout(role: dict[str, Any], width: int) -> tuple[tuple[str, ...], int, int
     return names, max(MIN_KEY, left - spark_width), spark_width
 
 
-def _shortened(key: str, width: int) -> str:
+def shortened(key: str, width: int) -> str:
     """A key without its middle, because keys of one scope begin alike."""
     if len(key) <= width:
         return key

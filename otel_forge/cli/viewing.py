@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -78,4 +80,61 @@ def write_file(path: Path, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-COMMANDS = (tail, report)
+@click.command()
+@click.argument("base")
+@click.argument("new")
+@click.option("--metric", "patterns", multiple=True, metavar="PATTERN", help="Only these keys (may be repeated); the bounds are for them.")
+@click.option("--max-increase", metavar="BOUND", help="Higher is worse: by more than this (5%, or an amount) than BASE, exit code 1.")
+@click.option("--max-decrease", metavar="BOUND", help="Lower is worse: by more than this (5%, or an amount) than BASE, exit code 1.")
+@click.option("--figure", type=click.Choice(["mean", "last", "best"]), default="mean", show_default=True, help="What the bounds are for.")
+@click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="The mean is that of so many last steps.")
+@with_config
+@with_json
+def compare(
+    base: str, new: str, patterns: tuple[str, ...], max_increase: str | None, max_decrease: str | None, figure: Any, last: int,
+    config_path: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """The metrics of run NEW beside those of run BASE: last value, best, mean of the last steps.
+
+    Exit code 1 when one of the metrics is worse by more than a bound, or not finite; 2 for bad input. A run is a JSONL file, a folder with such
+    files, FILE#RUN_ID or a run id. Example: otel-forge compare main.jsonl new.jsonl --metric loss --max-increase 5%
+    """
+    from otel_forge.cli import compare as comparing
+    from otel_forge.cli.run_files import find, read_run
+
+    increase, decrease = (comparing.parse_bound(text) if text is not None else None for text in (max_increase, max_decrease))
+    if (increase or decrease) and not patterns:
+        raise InputError("a bound needs the metrics it is for: --metric loss --max-increase 5%")
+    question = comparing.Question(patterns, increase, decrease, figure, last)
+    config = load(config_path)[0]
+    first, second = (read_run(find(name, config, Path.cwd())) for name in (base, new))
+    found = comparing.compare(first, second, question)
+    if as_json:
+        click.echo(json.dumps(comparing.as_data(first, second, found, question)))
+    else:
+        comparing.show_comparison(first, second, found, question)
+    raise SystemExit(FAILED if any(item.verdict == "worse" for item in found) else 0)
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--most", type=click.IntRange(min=1), default=50, show_default=True, help="Problems that are printed.")
+@with_json
+def validate(file: Path, most: int, as_json: bool) -> None:
+    """Check a configuration (forge.yaml) or a JSONL file of rows, and name all problems at once. Exit code 1 when there are any, 2 without a file."""
+    from dataclasses import asdict
+
+    from otel_forge.cli.validation import validate as check
+
+    verdict = check(file)
+    lines = [f"{file}: {problem}" for problem in verdict.problems[:most]]
+    if len(verdict.problems) > most:
+        lines.append(f"{file}: {len(verdict.problems) - most} problems more")
+    what = f"{verdict.count} {'rows' if verdict.kind == 'rows' else 'backends'}"
+    lines += [f"{file}: {note}" for note in verdict.notes]
+    lines.append(f"{file}: {what}, {len(verdict.problems) or 'no'} problem{'s' if len(verdict.problems) != 1 else ''}")
+    show(as_json, {"file": str(file), **asdict(verdict)}, "\n".join(lines))
+    raise SystemExit(FAILED if verdict.problems else 0)
+
+
+COMMANDS = (tail, report, compare, validate)
