@@ -137,4 +137,24 @@ def validate(file: Path, most: int, as_json: bool) -> None:
     raise SystemExit(FAILED if verdict.problems else 0)
 
 
-COMMANDS = (tail, report, compare, validate)
+@click.command()
+@with_config
+@with_json
+def doctor(config_path: Path | None, as_json: bool) -> None:
+    """Check what a run needs on this host: configuration, state directory, programs, servers, endpoint, clock, proxies, and what `init` would decide.
+
+    A line for each, with what to do about it. Exit code 1 when one of them fails; warnings do not count. Under a launcher it tells of that rank:
+    srun otel-forge doctor, or torchrun --no-python --nproc_per_node 2 otel-forge doctor
+    """
+    from dataclasses import asdict
+
+    from otel_forge.cli.doctor import as_text, examine
+
+    given = config_path or (Path(os.environ["OTEL_FORGE_CONFIG"]) if os.environ.get("OTEL_FORGE_CONFIG") else None)
+    checks = examine(given)
+    failed = [check.name for check in checks if check.state == "fail"]
+    show(as_json, {"failed": failed, "checks": [asdict(check) for check in checks]}, as_text(checks))
+    raise SystemExit(FAILED if failed else 0)
+
+
+COMMANDS = (tail, report, compare, validate, doctor)
