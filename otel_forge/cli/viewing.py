@@ -36,18 +36,27 @@ def tail(run: str | None, patterns: tuple[str, ...], once: bool, interval: float
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="The file to write [default: report.html].")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="The file [default: report.html, trace.json].")
 @click.option(
     "--steps", "steps_text", metavar="STEPS", help="Steps whose phases are shown, as in 3,10-12 [default: the slowest, a usual one, the last]."
 )
 @click.option("--metric", "patterns", multiple=True, metavar="PATTERN", help="Only these keys (`train/*`; may be repeated).")
+@click.option("--perfetto", metavar="STEP|A-B", help="Instead of the page: the traces of these steps as a file for ui.perfetto.dev.")
+@click.option("--jaeger", metavar="URL", help="Jaeger's query API, for --perfetto [default: that of `otel-forge up`].")
 @with_config
 @with_json
-def report(run: str | None, output: Path | None, steps_text: str | None, patterns: tuple[str, ...], config_path: Path | None, as_json: bool) -> None:
+def report(
+    run: str | None, output: Path | None, steps_text: str | None, patterns: tuple[str, ...], perfetto: str | None, jaeger: str | None,
+    config_path: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Write one HTML page of a run that opens without network: curves over ranks, phases of steps, slow ranks, memory.
 
-    RUN is a JSONL file, a folder with such files, FILE#RUN_ID or a run id [default: the file that was written last].
+    RUN is a JSONL file, a folder with such files, FILE#RUN_ID or a run id [default: the file that was written last]. With --perfetto
+    it is a run id [default: the newest run that Jaeger has of the step], and each rank is a process of the trace, with its device's time beside.
     """
+    if perfetto is not None:
+        _write_trace(run, perfetto, jaeger, output or Path("trace.json"), config_path, as_json)
+        return
     from otel_forge.cli.report import make_report
     from otel_forge.cli.run_files import find, read_run
 
@@ -57,6 +66,27 @@ def report(run: str | None, output: Path | None, steps_text: str | None, pattern
     write_file(path, made.html)
     data = {"path": str(path.absolute()), "run_id": rows.run_id, "rows": len(rows.rows), "charts": made.charts, "steps": made.steps}
     show(as_json, data, f"{path}: run {rows.run_id}, {len(rows.rows)} rows, {made.charts} charts")
+
+
+def _write_trace(run: str | None, steps_text: str, jaeger: str | None, path: Path, config_path: Path | None, as_json: bool) -> None:
+    from otel_forge import discovery
+    from otel_forge.cli.jaeger_traces import step_traces
+    from otel_forge.cli.perfetto import chrome_trace
+    from otel_forge.config import state_dir
+
+    steps = parse_steps(steps_text)
+    if steps != tuple(range(steps[0], steps[-1] + 1)):
+        raise InputError(f"--perfetto {steps_text}: one step or a range A-B is one trace file")
+    servers = discovery.living(state_dir(load(config_path)[0])) if jaeger is None else None
+    query = jaeger or (servers.jaeger_query if servers is not None else None)
+    if query is None:
+        raise InputError("no Jaeger to ask: `otel-forge up` runs none here; name one with --jaeger http://host:16686")
+    run_id, traces = step_traces(query, steps[0], steps[-1], run)
+    trace = chrome_trace(run_id, traces)
+    write_file(path, json.dumps(trace))
+    spans = sum(event["ph"] == "X" for event in trace["traceEvents"])
+    data = {"path": str(path.absolute()), "run_id": run_id, "traces": len(traces), "slices": spans}
+    show(as_json, data, f"{path}: run {run_id}, {len(traces)} traces, {spans} slices: open it at ui.perfetto.dev or chrome://tracing")
 
 
 def parse_steps(text: str) -> tuple[int, ...]:
