@@ -7,6 +7,7 @@ ForgeError
 │   └── ReductionConflict  one key with two reductions
 ├── ServerError            a Collector, Jaeger or exporter process could not be got, started or stopped
 │   └── BinaryNotFound     no Collector or Jaeger binary, and none could be fetched or built
+├── InputError             a file, run or server that a command was told to read cannot be read, or holds nothing of use
 ├── StateError             the state directory cannot be used
 └── BackendTimeout         a backend of the user's own does not come back from a call
 
@@ -49,6 +50,10 @@ class ServerError(ForgeError):
 
 class BinaryNotFound(ServerError):
     """No Collector or Jaeger binary was found, and none could be fetched or built."""
+
+
+class InputError(ForgeError):
+    """A file, run or server that a command was told to read cannot be read, or holds nothing that it could use."""
 
 
 class StateError(ForgeError):

@@ -263,7 +263,7 @@ class Pipeline:
             window_s=self.config.collector.window_s,
             timeout_s=settings.timeout_s,
             compression=settings.compression or "gzip",
-            ssl_context=_ssl_context(self.config, settings.ca_file),
+            ssl_context=ssl_context_of(self.config, settings.ca_file),
             make_poster=self._grpc_poster(settings) if settings.protocol == "grpc" else None,
             to_window=destination.window,
         )
@@ -419,7 +419,8 @@ def _device_name() -> str:
     return "cpu"
 
 
-def _ssl_context(config: ForgeConfig, ca_file: str | None) -> Any:
+def ssl_context_of(config: ForgeConfig, ca_file: str | None) -> Any:
+    """What `collector.tls` and OTEL_EXPORTER_OTLP_CERTIFICATE say, as an ssl.SSLContext; None where they say nothing."""
     tls = config.collector.tls
     if tls is None and ca_file is None:
         return None

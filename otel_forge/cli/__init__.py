@@ -6,23 +6,16 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from otel_forge import __version__
-from otel_forge.errors import ConfigError, ForgeError
-
-F = TypeVar("F", bound=Callable[..., Any])
-USAGE_ERROR = 2
-FAILED = 1
-
-
-def say(text: str) -> None:
-    """A line of progress for people: on stderr, so that stdout holds results only."""
-    click.echo(f"otel-forge: {text}", err=True)
+from otel_forge.cli import viewing
+from otel_forge.cli.options import FAILED, USAGE_ERROR, say, show, with_config, with_json
+from otel_forge.cli.options import load as _load
+from otel_forge.errors import ConfigError, ForgeError, InputError
 
 
 class _Group(click.Group):
@@ -34,33 +27,7 @@ class _Group(click.Group):
         except ForgeError as error:
             say(str(error))
             setup_failed = context.invoked_subcommand == "run"
-            context.exit(125 if setup_failed else USAGE_ERROR if isinstance(error, ConfigError) else FAILED)
-
-
-def with_json(function: F) -> F:
-    """The option that every command has."""
-    return click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")(function)
-
-
-def with_config(function: F) -> F:
-    """The option that names the configuration file."""
-    return click.option("--config", "config_path", type=click.Path(path_type=Path), help="Configuration file [default: $OTEL_FORGE_CONFIG].")(
-        function
-    )
-
-
-def show(as_json: bool, data: dict[str, Any], text: str) -> None:
-    """Print a result in the form that was asked for."""
-    click.echo(json.dumps(data) if as_json else text)
-
-
-def _load(config_path: Path | None) -> tuple[Any, Path | None]:
-    import os
-
-    from otel_forge.config import ENV_CONFIG, load_config
-
-    path = config_path or (Path(os.environ[ENV_CONFIG]) if os.environ.get(ENV_CONFIG) else None)
-    return load_config(path), path.absolute() if path else None
+            context.exit(125 if setup_failed else USAGE_ERROR if isinstance(error, (ConfigError, InputError)) else FAILED)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -324,6 +291,10 @@ def bench(names: tuple[str, ...], ranks: int, series: int, steps: int, tiers: An
         click.echo(json.dumps(results))
     else:
         show_benchmarks(results)
+
+
+for _command in viewing.COMMANDS:
+    main.add_command(_command)
 
 
 # --- the Collector's programs and files ----------------------------------------------------------------------------------
