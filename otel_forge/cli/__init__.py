@@ -13,7 +13,7 @@ import click
 
 from otel_forge import __version__
 from otel_forge.cli import viewing
-from otel_forge.cli.options import FAILED, USAGE_ERROR, say, show, with_config, with_json
+from otel_forge.cli.options import FAILED, USAGE_ERROR, F, say, show, with_config, with_json
 from otel_forge.cli.options import load as _load
 from otel_forge.errors import ConfigError, ForgeError, InputError
 
