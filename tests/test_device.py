@@ -21,6 +21,7 @@ from otel_forge.errors import ExperimentalWarning
 from otel_forge.metrics import Registry
 from otel_forge.notices import reset_notices
 from otel_forge.relay import RelayClient, RelayServer
+from otel_forge.spans import SpanRecord
 from otel_forge.testing import Captured, capture
 from tests.fake_accelerator import FakeCuda, FakeOutOfMemoryError, Stream
 
@@ -310,12 +311,13 @@ def test_streams_have_the_device_s_times_too(cuda: FakeCuda) -> None:
 def test_a_child_process_relays_device_times_once_they_are_known(cuda: FakeCuda) -> None:
     """The client's side of the relay, in this process: what it drains it also waits for."""
     member, child = Registry(), metrics.registry()
-    server = RelayServer(member)
+    spans: list[SpanRecord] = []
+    server = RelayServer(member, spans.append)
     measuring.use(TorchAccelerator(cuda, "cuda"))
     with trace("t"):
         cuda.current_stream(0).launch(200 * MS)
     threading.Timer(0.1, cuda.advance, args=(S,)).start()
-    client = RelayClient(child, server.path)
+    client = RelayClient(child, server.path, pipeline.spans)
     client.send()
     client.close()
     server.close()
