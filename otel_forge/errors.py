@@ -8,7 +8,9 @@ ForgeError
 ├── ServerError            a Collector, Jaeger or exporter process could not be got, started or stopped
 │   └── BinaryNotFound     no Collector or Jaeger binary, and none could be fetched or built
 ├── StateError             the state directory cannot be used
-└── BackendTimeout         a backend of the user's own does not come back from a call
+├── BackendTimeout         a backend does not come back from a call in time
+├── RunNotOpened           wandb does not open a run
+└── RunNotEnded            a run could not be ended, or not all of it was uploaded
 
 UserWarning
 └── ExperimentalWarning    something that may change, or was not checked everywhere yet, is used for the first time
@@ -60,4 +62,12 @@ class ExperimentalWarning(UserWarning):
 
 
 class BackendTimeout(ForgeError):
-    """A backend of the user's own does not come back from a call."""
+    """A backend does not come back from a call in time."""
+
+
+class RunNotOpened(ForgeError):
+    """wandb does not open a run: no network, a key that is refused, a project that is not there."""
+
+
+class RunNotEnded(ForgeError):
+    """A run could not be ended, or not all of it was uploaded: its rows are kept."""
