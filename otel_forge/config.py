@@ -243,6 +243,13 @@ class TracingConfig(_Model):
     pending_after_s: float = Field(default=30.0, gt=0)
 
 
+class SystemMetricsConfig(_Model):
+    """Figures of each node's GPUs and host, with `otel-forge[system]`."""
+
+    enabled: bool = True
+    interval_s: float = Field(default=5.0, ge=0.1)
+
+
 class StepConfig(_Model):
     on: Literal["manual", "optimizer", "method"] = "manual"
     method: str | None = None
@@ -274,6 +281,7 @@ class ForgeConfig(_Model):
     """Backends by name. Empty: `jsonl` and `console`, both `global_reduce`."""
     merge_roles: bool = False
     tracing: TracingConfig = TracingConfig()
+    system_metrics: SystemMetricsConfig = SystemMetricsConfig()
     instrument: tuple[str, ...] = ()
     step: StepConfig = StepConfig()
     collector: CollectorConfig = CollectorConfig()
