@@ -295,7 +295,7 @@ def replay(run_id: str | None, endpoint: str | None, timeout: float, config_path
 
 @main.command()
 @click.argument(
-    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency"])
+    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency", "wandb"])
 )
 @with_json
 def bench(names: tuple[str, ...], as_json: bool) -> None:
