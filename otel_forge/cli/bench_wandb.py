@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from otel_forge.config import WandbConfig
+from otel_forge.config import LoggingMode, WandbConfig
 
 RANKS, STEPS, KEYS = 64, 200, 20
 GLOBAL, PER_RANK = "global_reduce", "per_rank_reduce"
@@ -23,7 +23,7 @@ def measure(ranks: int = RANKS, steps: int = STEPS) -> dict[str, Any]:
     info = importlib.import_module("otel_forge_exporters.backend").RunInfo("bench")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        owned = [backends.WandbBackend(WandbConfig(mode="offline", logging_mode=mode), info, folder) for mode in (PER_RANK, GLOBAL)]
+        owned = [backends.WandbBackend(WandbConfig(mode="offline", logging_mode=LoggingMode(mode)), info, folder) for mode in (PER_RANK, GLOBAL)]
         started = time.perf_counter()
         for backend in owned:
             backend.open()
