@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.rows import HistogramValue
 from otel_forge_exporters.wandb import WandbBackend
 from otel_forge_exporters.wandb_files import history, records, run_dirs
 
-import wandb
 from otel_forge.config import LoggingMode, WandbConfig, load_config
 from otel_forge.errors import ConfigError
 from otel_forge.wandb_arguments import EXTRA_ARGUMENTS, OWN_FIELDS, REFUSED

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.rows import HistogramValue
 from otel_forge_exporters.service import Service
@@ -22,7 +23,6 @@ from otel_forge_exporters.wandb import WandbBackend
 from otel_forge_exporters.wandb_core import core
 from otel_forge_exporters.wandb_files import history, run_dirs
 
-import wandb
 from otel_forge import wire
 from otel_forge.config import WandbConfig, load_config
 from otel_forge.errors import BackendTimeout, RunNotEnded, RunNotOpened
