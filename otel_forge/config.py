@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from otel_forge.errors import ConfigError
 from otel_forge.modes import LoggingMode as LoggingMode
+from otel_forge.wandb_arguments import checked_extra, checked_template
 
 ENV_CONFIG = "OTEL_FORGE_CONFIG"
 """Path of the configuration file, when `init` is given none."""
@@ -86,10 +87,10 @@ class BackendConfig(_Model):
 
 
 class WandbConfig(BackendConfig):
-    project: str = "otel-forge"
+    project: str = Field(default="otel-forge", min_length=1, max_length=128)
     entity: str | None = None
     name: str | None = None
-    """Name of the global run, or the template of all names: `{name}`, `{role}`, `{rank}`, `{host}`."""
+    """`name`, `group`, `job_type`, `notes` and `tags` may have `{name}` (WANDB_NAME, else the run id), `{role}`, `{rank}` and `{host}`."""
     group: str | None = None
     id: str | None = None
     tags: tuple[str, ...] = ()
@@ -99,12 +100,48 @@ class WandbConfig(BackendConfig):
     """None: what WANDB_MODE says, else online with an API key and offline without."""
     dir: Path | None = None
     per_rank_share_run: bool = False
+    """Per-rank modes: one ordinary run with keys `key/role_rank` instead of a run for each member."""
     shared: bool = False
+    """Open runs in wandb's shared mode, so that other processes can log to them too. Online only."""
     resume: Literal["continue", "overwrite", "fork"] = "continue"
+    """What a training that starts again under the same run id (a further attempt) does: go on in its runs, replace them, or open runs of its own."""
+    init_timeout: float = Field(default=30.0, ge=1)
+    """Seconds, for opening one run."""
     finish_timeout: float = Field(default=60.0, gt=0)
-    """Seconds."""
+    """Seconds, for ending all runs, side by side."""
+    offline_fallback: bool = False
+    """Open runs offline when they cannot be opened online, instead of trying again and again; `wandb sync` uploads them."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `wandb.init`."""
+
+    @field_validator("name", "group", "job_type", "notes")
+    @classmethod
+    def _is_template(cls, value: str | None) -> str | None:
+        return checked_template(value) if value is not None else None
+
+    @field_validator("tags")
+    @classmethod
+    def _are_templates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(checked_template(tag) for tag in value)
+
+    @field_validator("id")
+    @classmethod
+    def _is_id(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^:;,#?/'\\%\s]{1,100}", value):
+            raise ValueError("must be 1 to 100 characters, without space and none of : ; , # ? / ' \\ %")
+        return value
+
+    @field_validator("extra")
+    @classmethod
+    def _are_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        checked_extra(value)
+        return value
+
+    @model_validator(mode="after")
+    def _is_online_when_shared(self) -> WandbConfig:
+        if self.shared and self.mode == "offline":
+            raise ValueError("shared: wandb's shared mode needs mode: online")
+        return self
 
 
 class JsonlConfig(BackendConfig):
@@ -211,6 +248,13 @@ class TracingConfig(_Model):
     pending_after_s: float = Field(default=30.0, gt=0)
 
 
+class SystemMetricsConfig(_Model):
+    """Figures of each node's GPUs and host, with `otel-forge[system]`."""
+
+    enabled: bool = True
+    interval_s: float = Field(default=5.0, ge=0.1)
+
+
 class StepConfig(_Model):
     on: Literal["manual", "optimizer", "method"] = "manual"
     method: str | None = None
@@ -242,6 +286,7 @@ class ForgeConfig(_Model):
     """Backends by name. Empty: `jsonl` and `console`, both `global_reduce`."""
     merge_roles: bool = False
     tracing: TracingConfig = TracingConfig()
+    system_metrics: SystemMetricsConfig = SystemMetricsConfig()
     instrument: tuple[str, ...] = ()
     step: StepConfig = StepConfig()
     collector: CollectorConfig = CollectorConfig()

@@ -9,7 +9,9 @@ ForgeError
 │   └── BinaryNotFound     no Collector or Jaeger binary, and none could be fetched or built
 ├── InputError             a file, run or server that a command was told to read cannot be read, or holds nothing of use
 ├── StateError             the state directory cannot be used
-└── BackendTimeout         a backend of the user's own does not come back from a call
+├── BackendTimeout         a backend does not come back from a call in time
+├── RunNotOpened           wandb does not open a run
+└── RunNotEnded            a run could not be ended, or not all of it was uploaded
 
 UserWarning
 └── ExperimentalWarning    something that may change, or was not checked everywhere yet, is used for the first time
@@ -65,4 +67,12 @@ class ExperimentalWarning(UserWarning):
 
 
 class BackendTimeout(ForgeError):
-    """A backend of the user's own does not come back from a call."""
+    """A backend does not come back from a call in time."""
+
+
+class RunNotOpened(ForgeError):
+    """wandb does not open a run: no network, a key that is refused, a project that is not there."""
+
+
+class RunNotEnded(ForgeError):
+    """A run could not be ended, or not all of it was uploaded: its rows are kept."""

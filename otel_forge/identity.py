@@ -106,6 +106,16 @@ def _rank_and_world(environ: Mapping[str, str]) -> tuple[int, int]:
     return 0, 1
 
 
+def resolve_node(member: Member, environ: Mapping[str, str]) -> tuple[int, int]:
+    """(number of the node, rank within it), as the launcher says; without a launcher that does, all ranks are on one node."""
+    for rank_name, node_name, size_name in (("LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NODEID", "")):
+        local, node, size = environ.get(rank_name, ""), environ.get(node_name, ""), environ.get(size_name, "")
+        if local.isdigit():
+            by_size = member.rank // int(size) if size.isdigit() and int(size) else 0
+            return (int(node) if node.isdigit() else by_size), int(local)
+    return 0, member.rank
+
+
 def resolve_run(
     run_id: str | None,
     member: Member,

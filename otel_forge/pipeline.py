@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from otel_forge.identity import Member, Run
     from otel_forge.points import AttributeValue
     from otel_forge.spans import SpanRecord
+    from otel_forge.system_metrics import SystemMetrics
     from otel_forge.worker import Identified, SenderLike, Worker
 
 logger = logging.getLogger("otel_forge")
@@ -131,6 +132,7 @@ class Pipeline:
         self._sender_lock = threading.Lock()
         self._instruments = Instruments()
         self._otel_spans = OtelSpans()
+        self._system: SystemMetrics | None = None
         self._sender: SenderLike | None = given["sender"]
         self._worker: Worker = Worker(
             identify=self._identify,
@@ -232,7 +234,22 @@ class Pipeline:
                 self._otel_spans.install(destination.traces_url, *how)
         if self.root is None and open_scope_ids is not None and self.config.tracing.enabled:
             self._otel_spans.nest(open_scope_ids)
+        self._watch_system(member)
         return Identified(run, builder, sender, builder.resource)
+
+    def _watch_system(self, member: Member) -> None:
+        """Record the node's own figures, in one process of each node."""
+        from otel_forge.identity import resolve_node
+        from otel_forge.system_metrics import SystemMetrics
+
+        settings = self.config.system_metrics
+        node, local_rank = resolve_node(member, os.environ)
+        if self.root is None and settings.enabled and local_rank == 0 and member.replica == 0:
+            self._system = SystemMetrics(node, self._record_mean, interval_s=settings.interval_s)
+            self._system.start()
+
+    def _record_mean(self, key: str, value: float) -> None:
+        self.registry.record(key, value, metrics.Reduce.MEAN, None)
 
     def sender(self, destination: Destination, run_id: str, state: Path) -> SenderLike:
         """The process's one way to a receiver, made by whoever asks first."""
@@ -370,6 +387,8 @@ class Pipeline:
         from otel_forge.delivery import DeliveryReport
 
         deadline = time.monotonic() + timeout_s
+        if self._system is not None:
+            self._system.stop()
         if self._relay is not None:
             self._relay.close()
             os.environ.pop(ENV_RELAY, None)

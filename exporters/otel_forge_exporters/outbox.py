@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from otel_forge.config import BackendConfig
-from otel_forge.errors import BackendTimeout, ConfigError
+from otel_forge.errors import BackendTimeout, ConfigError, RunNotEnded
 from otel_forge_exporters.backend import Backend, RunInfo, make_backend
 from otel_forge_exporters.rows import Row, from_stored
 from otel_forge_exporters.shaping import Shaper
@@ -36,6 +36,8 @@ class Outbox:
         self.written = 0
         """Rows that this process gave to the backend."""
         self.last_error: str | None = None
+        self.has_ended = True
+        """False after the backend's run could not be ended: the next process tries it again."""
         self._config = config
         self._run = run
         self._spool = spool
@@ -95,6 +97,7 @@ class Outbox:
         closing.start()
         closing.join(timeout_s)
         if closing.is_alive():
+            self.has_ended = False
             logger.warning("backend %s of run %s did not end within %.0f s; its rows are on disk", self.name, self._run.run_id, timeout_s)
 
     def _close(self, exit_code: int | None, timeout_s: float) -> None:
@@ -102,7 +105,9 @@ class Outbox:
         try:
             self._backend.close(exit_code, timeout_s)
         except Exception as error:
-            logger.warning("backend %s of run %s could not be ended: %r", self.name, self._run.run_id, error)
+            self.has_ended = False
+            text = str(error) if isinstance(error, RunNotEnded) else repr(error)
+            logger.warning("backend %s of run %s could not be ended: %s", self.name, self._run.run_id, text)
 
     # --- the thread ------------------------------------------------------------------------------------------------
 

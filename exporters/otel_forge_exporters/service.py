@@ -520,7 +520,7 @@ class Service:
         run.finished = True
         end_all(run.outboxes, exit_code, timeout_s)
         with contextlib.suppress(sqlite3.ProgrammingError):  # the spool was closed meanwhile: the next process ends the run
-            if exit_code is not None and not any(outbox.backlog() for outbox in run.outboxes):
+            if exit_code is not None and not any(outbox.backlog() or not outbox.has_ended for outbox in run.outboxes):
                 self._spool.finish(run.info.run_id, exit_code)
 
     def _complain(self, kind: str, text: str, *values: object) -> None:

@@ -1,44 +1,36 @@
-"""Rows as wandb runs: one process owns every run. The step is a metric of its own, so that late rows are kept and wandb's counter does not matter."""
+"""Rows as wandb runs: one process owns every run. Which run a row belongs to, and how a run is opened, opened again and ended."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import functools
+import logging
 import os
-import socket
+import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from otel_forge.config import WandbConfig
-from otel_forge.errors import ConfigError
+from otel_forge.errors import BackendTimeout, RunNotEnded, RunNotOpened
 from otel_forge_exporters.backend import RunInfo
-from otel_forge_exporters.rows import HistogramValue, Row
-from otel_forge_exporters.wandb_files import is_finished, logged_rows
+from otel_forge_exporters.rows import Row
+from otel_forge_exporters.wandb_core import core
+from otel_forge_exporters.wandb_files import Past, past, run_dirs
+from otel_forge_exporters.wandb_options import RunOptions, mode_of, without_run_variables
+from otel_forge_exporters.wandb_run import OpenRun, Recent
 
-AXIS = "global_step"
-INIT_TIMEOUT_S = 30
-LOG_CLOSED_WITHIN_S = 10.0
-"""`finish` may return before wandb-core has written the end of its log; who reopens the run reads that log."""
-SUMMARY_EVERY_S = 10.0
-"""A summary costs a record for each key; the highest step's is written so often, and at the end."""
-_SETTINGS: dict[str, Any] = {
-    "silent": True,
-    "console": "off",
-    "x_disable_stats": True,  # the exporter is not where the GPUs are
-    "x_disable_meta": True,
-    "x_disable_machine_info": True,
-    "disable_git": True,
-    "disable_code": True,
-    "save_code": False,
-    "symlink": False,
-    "init_timeout": INIT_TIMEOUT_S,
-    "stop_fn": lambda: None,  # the web page's stop button would raise KeyboardInterrupt in this process
-    "x_transaction_log_flush_interval": 2.0,
-}
-_import_lock = threading.Lock()
+logger = logging.getLogger("otel_forge.exporter")
+
+KILLED = 255
+"""The exit code that wandb's own client gives an interrupted script."""
+GRACE_S = 3.0
+"""wandb keeps to the time for finishing by itself; so much later it is left alone."""
+SYNC = "wandb sync --include-online"
+SIGNALS = (130, 137, 143)
+"""Exit codes of a program that SIGINT, SIGKILL or SIGTERM has ended."""
 
 
 class WandbBackend:
@@ -46,48 +38,109 @@ class WandbBackend:
 
     def __init__(self, config: WandbConfig, run: RunInfo, work_dir: Path) -> None:
         self._config = config
-        self._info = run
-        self._dir = Path(config.dir or os.environ.get("WANDB_DIR") or work_dir)
-        if not self._dir.is_absolute():
-            self._dir = work_dir / self._dir
-        self._per_rank = config.logging_mode.value != "global_reduce" and not config.per_rank_share_run
-        self._share = config.logging_mode.value != "global_reduce" and config.per_rank_share_run
+        self._options = RunOptions(config, run)
+        self._mode = mode_of(config)
+        self._dir = work_dir / (config.dir or os.environ.get("WANDB_DIR") or "")
         self._wandb: Any = None
-        self._runs: dict[str, _OpenRun] = {}
-        self._seen: dict[str, set[tuple[str, int]]] = {}
+        self._runs: dict[str, OpenRun] = {}
+        self._last_row: dict[str, Row] = {}
+        self._lost: dict[str, Recent] = {}
+        """What was given to runs that wandb-core took with it, until they are open again."""
+        self._seen: dict[str, Past] = {}
+        self._ended: set[str] = set()
+        self._failures: dict[str, str] = {}
+        """Run → why it could not be ended."""
+        self._half_written: set[tuple[str, int]] = set()
+        """Rows of a batch in which a later one failed: the batch comes again."""
 
     def open(self) -> None:
         """Import wandb; the runs are opened by their first rows."""
-        with _import_lock:
-            os.environ.pop("WANDB_SERVICE", None)
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else the user's OTLP headers travel to the W&B server
-            try:
-                import wandb
-            except ImportError as error:
-                raise ConfigError([f"metric_logging.wandb: wandb is not installed ({error}): pip install 'otel-forge[wandb]'"]) from error
-            self._wandb = wandb
+        if self._mode == "disabled":
+            return
+        self._wandb = core.load()
         self._dir.mkdir(parents=True, exist_ok=True)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Log each row, one call a row."""
+        """Log each row, one call a row. A run that wandb-core took with it, or that is uploaded no more, is opened again first."""
+        if self._mode == "disabled":
+            return
+        self._heed()
+        done = set(self._half_written)
         for row in rows:
-            self._run_of(row).log(row)
+            if (row.key, row.revision) in done or self._is_replaced(row):
+                continue
+            self._write(row)
+            self._half_written.add((row.key, row.revision))
+        self._half_written.clear()
+
+    def _is_replaced(self, row: Row) -> bool:
+        """Whether a later attempt has taken the row's run over."""
+        run = self._runs.get(self._options.run_id(row))
+        return self._config.resume == "overwrite" and run is not None and row.attempt < run.attempt
+
+    def _write(self, row: Row) -> None:
+        run = self._run_of(row)
+        try:
+            run.log(row)
+        except Exception:
+            if not core.is_dead():
+                run.recent.pop()
+                raise
+            self._drop_dead()
+            self._run_of(row)  # puts back what was lost, this row too
 
     def has(self, row: Row) -> bool | None:
-        """Looked up in the transaction logs that earlier processes left; None for an online run whose log is not here."""
-        run_id = self._run_id(row)
+        """From the logs that earlier processes left; of an online run, also from how many rows its server has."""
+        if self._mode == "disabled":
+            return True
+        run_id = self._options.run_id(row)
+        if self._by_position(self._mode) and run_id not in self._runs:
+            self._run_of(row)
         if run_id not in self._seen:
-            self._seen[run_id] = set(logged_rows(self._dir, run_id))
-        return (row.key, row.revision) in self._seen[run_id]
+            self._seen[run_id] = past(self._dir, run_id, row.attempt if self._config.resume == "overwrite" else None)
+        if (row.key, row.revision) in self._seen[run_id].rows:
+            return True
+        run = self._runs.get(run_id)
+        if run is None or not run.unlogged:
+            return False
+        run.unlogged -= 1  # the rows come in the order in which they were written
+        return True
 
     def close(self, exit_code: int | None, timeout_s: float) -> None:
         """Finish every run, side by side. `exit_code` None: the run goes on later, in another process, under the same id."""
-        threads = [threading.Thread(target=run.finish, args=(exit_code or 0,), daemon=True) for run in self._runs.values()]
+        deadline = time.monotonic() + min(timeout_s, self._config.finish_timeout + GRACE_S)
+        code = KILLED if exit_code in SIGNALS or (exit_code or 0) < 0 else exit_code or 0
+        runs = dict(self._runs)
+        known = list(runs)
+        if self._drop_dead():
+            runs = self._open_again(list(runs))
+        threads = [threading.Thread(target=self._finish, args=(run_id, run, code), daemon=True) for run_id, run in runs.items()]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(min(timeout_s, self._config.finish_timeout))
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._runs.clear()
+        core.forget_if_dead()
+        unsent = [run_id for run_id in known if run_id not in self._ended]
+        if unsent:
+            reasons = "; ".join(dict.fromkeys(self._failures.values())) or "they did not end in time"
+            raise RunNotEnded(
+                f"{len(unsent)} of {len(known)} wandb runs were not uploaded whole ({reasons}). All rows are on disk in {self._dir / 'wandb'}: "
+                f"the next exporter on this state directory sends what is missing; or `{SYNC} DIRECTORY`, which may repeat rows that had arrived"
+            )
+
+    def _finish(self, run_id: str, run: OpenRun, code: int) -> None:
+        try:
+            run.finish(code)
+            failure = run.upload_failure()
+        except TimeoutError:
+            failure = "the time for finishing is over"
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        if failure is None:
+            self._ended.add(run_id)
+        else:
+            self._failures[run_id] = failure
 
     def location(self) -> str | None:
         """Where the first run is: its directory, or its page."""
@@ -96,168 +149,111 @@ class WandbBackend:
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
-    def _run_of(self, row: Row) -> _OpenRun:
-        run_id = self._run_id(row)
+    def _heed(self) -> None:
+        """What has happened to the runs since the last rows."""
+        self._drop_dead()
+        for run_id, run in list(self._runs.items()):
+            if not run.stopped.is_set():
+                continue
+            failure = run.upload_failure()
+            if failure is not None:
+                self._drop(run_id, failure)
+            elif run.is_stopped_from_the_web():
+                logger.warning("wandb run %s: its Stop button was pressed. That stops no training here; rows are still uploaded", run_id)
+
+    def _drop(self, run_id: str, failure: str) -> None:
+        """Let go of a run that wandb-core does not upload any more; opened again, it gets what the server lacks."""
+        run = self._runs.pop(run_id)
+        logger.info("wandb run %s is uploaded no more (%s): it is opened again", run_id, failure)
+        try:
+            run.finish(1)
+        except Exception as error:
+            logger.info("wandb run %s could not be ended: %r", run_id, error)
+        self._lost[run_id] = run.recent
+
+    def _drop_dead(self) -> bool:
+        """Let go of runs whose wandb-core has ended, and start another one if nobody has; whether there were any."""
+        if core.is_dead():
+            logger.warning("wandb-core has ended unexpectedly: it is started again, and its runs are opened again")
+            core.revive()
+        dead = {run_id: run for run_id, run in self._runs.items() if run.generation != core.generation}
+        for run_id, run in dead.items():
+            self._lost.setdefault(run_id, deque()).extend(run.recent)
+            del self._runs[run_id]
+        return bool(dead)
+
+    def _open_again(self, run_ids: Sequence[str]) -> dict[str, OpenRun]:
+        """Those that can be."""
+        for run_id in run_ids:
+            try:
+                self._run_of(self._last_row[run_id])
+            except Exception as error:
+                self._failures[run_id] = str(error)
+        return dict(self._runs)
+
+    def _run_of(self, row: Row) -> OpenRun:
+        run_id = self._options.run_id(row)
+        self._last_row[run_id] = row
         run = self._runs.get(run_id)
-        if run is None:
-            run = self._runs[run_id] = _OpenRun(self._init(row, run_id), member_key=_member(row) if self._share else None)
+        if run is not None and self._config.resume == "overwrite" and row.attempt > run.attempt:
+            del self._runs[run_id]
+            self._finish(run_id, run, 0)
+            run = None
+        return run if run is not None else self._open(row, run_id)
+
+    def _open(self, row: Row, run_id: str) -> OpenRun:
+        known = past(self._dir, run_id, row.attempt if self._config.resume == "overwrite" else None)
+        stopped = threading.Event()
+        live, mode = self._init(row, run_id, known, stopped)
+        run = OpenRun(
+            live,
+            in_keys=self._options.in_keys,
+            generation=core.generation,
+            attempt=row.attempt,
+            stopped=stopped,
+            config=functools.partial(self._options.run_config, row),
+        )
+        self._runs[run_id] = run
+        self._seen[run_id] = known
+        again = run.restore(known, self._lost.pop(run_id, deque()), by_position=self._by_position(mode))
+        if again:
+            logger.info("wandb run %s: %d rows that had been lost were sent again", run_id, again)
         return run
 
-    def _run_id(self, row: Row) -> str:
-        """Deterministic, so that a restarted exporter opens the same run; letters, digits, `-`, `_` and `.` only."""
-        if not self._per_rank:
-            own = self._config.id or (self._info.wandb_run_id if not self._share else None)
-            base = own or self._info.run_id
-            return base if own or not self._share else f"{base}-ranks"
-        return _short(f"{self._config.id or self._info.run_id}-{_member(row)}")
+    def _by_position(self, mode: str) -> bool:
+        """Whether a run's position at the server tells which rows it has: not where other processes write to it too."""
+        return mode == "online" and not self._config.shared
 
-    def _init(self, row: Row, run_id: str) -> Any:
-        config = self._config
-        settings = {name: value for name, value in _SETTINGS.items() if name in self._wandb.Settings.model_fields}
-        options: dict[str, Any] = {
-            "entity": config.entity,
-            "project": config.project[:128],
-            "dir": str(self._dir),
-            "id": run_id,
-            "name": self._name(row),
-            "group": config.group or (self._info.run_id if self._per_rank else None),
-            "tags": [tag[:64] for tag in config.tags] or None,
-            "notes": config.notes,
-            "job_type": config.job_type or (row.role if self._per_rank else None),
-            "config": self._run_config(row),
-            "mode": _mode(config),
-            "resume": "allow",
-            "reinit": "create_new",
-            "settings": self._wandb.Settings(**settings),
-        }
-        with _without_run_variables():
-            return self._wandb.init(**{**options, **config.extra})
-
-    def _name(self, row: Row) -> str:
-        given = self._config.name or (None if self._per_rank else self._info.wandb_name) or self._info.run_id
-        fields = {"name": self._info.run_id, "role": row.role, "rank": "" if row.rank is None else row.rank, "host": self._host(row)}
+    def _init(self, row: Row, run_id: str, known: Past, stopped: threading.Event) -> tuple[Any, str]:
+        """A run of wandb, and whether it is online or offline."""
+        if self._mode != "online" or not self._config.offline_fallback:
+            return self._call_init(row, run_id, known, stopped, self._mode), self._mode
         try:
-            named = given.format(**fields)
-        except (KeyError, IndexError, ValueError):
-            named = given
-        return named if not self._per_rank or named != given else f"{named}-{_member(row)}"
+            return self._call_init(row, run_id, known, stopped, "online"), "online"
+        except (RunNotOpened, BackendTimeout) as error:
+            logger.warning("%s; runs are written offline from here on: wandb sync %s", error, self._dir / "wandb" / "offline-run-*")
+            self._mode = "offline"
+            return self._call_init(row, run_id, known, stopped, "offline"), "offline"
 
-    def _host(self, row: Row) -> str:
-        member = self._info.members.get(f"{row.role}/{row.replica or 0}.{row.rank or 0}", {})
-        return str(member.get("host") or socket.gethostname())
+    def _call_init(self, row: Row, run_id: str, known: Past, stopped: threading.Event, mode: str) -> Any:
+        arguments = self._options.arguments(row, mode=mode)
+        arguments |= {"id": run_id, "dir": str(self._dir), "resume": self._resume(row, known)}
+        if {"resume_from", "fork_from"} & arguments.keys():
+            del arguments["resume"]  # wandb takes one of them
+        settings = {"stop_fn": lambda: stopped.set()} | self._options.settings(self._wandb.Settings.model_fields)
+        before = set(run_dirs(self._dir, run_id))
+        started = time.monotonic()
+        try:
+            with without_run_variables():
+                return self._wandb.init(**arguments, settings=self._wandb.Settings(**settings))
+        except Exception as error:
+            core.release(run_id)
+            for left in set(run_dirs(self._dir, run_id)) - before:  # it holds no row
+                shutil.rmtree(left, ignore_errors=True)
+            if time.monotonic() - started >= self._config.init_timeout:
+                raise BackendTimeout(f"run {run_id} could not be opened within {self._config.init_timeout:g} s") from error
+            raise RunNotOpened(f"run {run_id} could not be opened: {error}") from error
 
-    def _run_config(self, row: Row) -> dict[str, Any]:
-        facts = {
-            "run_id": self._info.run_id,
-            "world_size": row.world_size,
-            "members": {
-                name: {key: hello.get(key) for key in ("host", "device", "pid")} for name, hello in sorted(self._info.members.items())[:1024]
-            },
-        }
-        if self._per_rank:
-            facts |= {"role": row.role, "rank": row.rank, "replica": row.replica, "host": self._host(row)}
-        return {**self._info.run_config, "otel_forge": facts}
-
-
-class _OpenRun:
-    """One live wandb run: which keys it knows, and its summary from the highest step."""
-
-    def __init__(self, run: Any, *, member_key: str | None) -> None:
-        self._run = run
-        self._defined: set[str] = set()
-        self._summary: dict[str, tuple[tuple[int, int], float]] = {}
-        """Key → ((attempt, step), value) of the highest step so far."""
-        self._summarized = time.monotonic()
-        self._shared = member_key is not None
-        run.define_metric(AXIS, hidden=True, summary="none")
-
-    def log(self, row: Row) -> None:
-        suffix = f"/{_member(row)}" if self._shared else ""
-        values = {f"{key}{suffix}": value for key, value in row.flat().items() if value is not None}
-        histograms = {f"{key}{suffix}": self._histogram(value) for key, value in row.metrics.items() if isinstance(value, HistogramValue)}
-        for key in [*values, *histograms]:
-            if key not in self._defined:
-                self._defined.add(key)
-                self._run.define_metric(_escaped(key), step_metric=AXIS, step_sync=False, summary="none")
-        marks: dict[str, Any] = {AXIS: row.step, "_timestamp": row.time_unix, "forge/row": row.key, "forge/row_revision": row.revision}
-        if row.attempt:
-            marks["forge/attempt"] = row.attempt
-        self._run.log({**values, **histograms, **marks})
-        order = (row.attempt, row.step)
-        for key, value in values.items():
-            if key not in self._summary or order >= self._summary[key][0]:
-                self._summary[key] = (order, value)
-        if time.monotonic() - self._summarized >= SUMMARY_EVERY_S:
-            self._summarize()
-
-    def _summarize(self) -> None:
-        self._summarized = time.monotonic()
-        self._run.summary.update({key: value for key, (_, value) in self._summary.items()})
-
-    def _histogram(self, value: HistogramValue) -> Any:
-        import numpy as np
-        import wandb
-
-        edges = [value.min, *value.bounds, value.max]
-        edges = [max(edges[: index + 1]) for index in range(len(edges))]  # wandb wants ascending edges also where a value is outside of the bounds
-        return wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(edges)))
-
-    def finish(self, exit_code: int) -> None:
-        self._summarize()
-        settings = self._run.settings
-        log = Path(settings.sync_dir) / f"run-{self._run.id}.wandb"
-        self._run.finish(exit_code=exit_code)
-        deadline = time.monotonic() + LOG_CLOSED_WITHIN_S
-        while log.parent.exists() and not is_finished(log) and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def location(self) -> str | None:
-        settings = self._run.settings
-        return str(Path(settings.sync_dir)) if self._run.offline else str(self._run.url)
-
-
-def _member(row: Row) -> str:
-    replica = f"{row.replica}_" if row.replica else ""
-    return f"{row.role}_{replica}{row.rank}"
-
-
-def _short(run_id: str) -> str:
-    if len(run_id) <= 120:
-        return run_id
-    return f"{run_id[:100]}-{hashlib.blake2b(run_id.encode(), digest_size=6).hexdigest()}"
-
-
-def _escaped(key: str) -> str:
-    """A key as define_metric takes it: a star anywhere but at the end is refused there, and one at the end is a pattern."""
-    return key.replace("*", "_")
-
-
-def _mode(config: WandbConfig) -> str:
-    """What the configuration says, else WANDB_MODE, else online with an API key and offline without."""
-    if config.mode:
-        return config.mode
-    given = os.environ.get("WANDB_MODE")
-    if given:
-        return given
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or _in_netrc()
-    return "online" if has_key else "offline"
-
-
-def _in_netrc() -> bool:
-    import netrc
-
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].strip("/")
-    try:
-        return netrc.netrc(os.environ.get("NETRC") or str(Path.home() / ".netrc")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-@contextlib.contextmanager
-def _without_run_variables() -> Iterator[None]:
-    """The environment's run id, name and group would name every run that this process opens."""
-    hidden: Mapping[str, str] = {name: os.environ.pop(name) for name in ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RUN_GROUP") if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+    def _resume(self, row: Row, known: Past) -> str | None:
+        """`allow` goes on where the run was; None replaces it, for the first row of an attempt under `resume: overwrite`."""
+        return None if self._config.resume == "overwrite" and not known.is_there else "allow"

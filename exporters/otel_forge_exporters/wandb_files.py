@@ -1,4 +1,4 @@
-"""Reading wandb's own transaction logs (`run-<id>.wandb`) back: which rows are there. It opens no run."""
+"""Reading back what wandb keeps on disk of a run, its transaction log (`run-<id>.wandb`) above all: which rows are there. It opens no run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import glob
 import json
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,100 @@ def _chunks(log: bytes, *, at_start: bool = True) -> Iterator[bytes]:
             yield whole
 
 
+START_FILE = "otel-forge.json"
+"""Beside a log of ours: at which position of the run it starts, and for which attempt."""
+
+
+@dataclass(frozen=True)
+class LoggedRow:
+    """One row of ours in a transaction log."""
+
+    key: str
+    revision: int
+    position: int
+    """Where in the run's history, counted in rows. An offline log starts at 0, whatever the run has already."""
+    values: Mapping[str, Any]
+    """As they were given to `run.log`."""
+
+
+@dataclass
+class Past:
+    """What the logs here say of a run."""
+
+    rows: dict[tuple[str, int], LoggedRow] = field(default_factory=dict)
+    """(row key, revision) → the row, from logs of online and of offline runs."""
+    online: dict[tuple[str, int], LoggedRow] = field(default_factory=dict)
+    """Those that had to be uploaded; a row that was sent again has its last position."""
+    end: int = 0
+    """The position after the last row that was to be uploaded."""
+    is_there: bool = False
+    """Whether any log is here."""
+    has_online: bool = False
+    """Whether any log of an online run is here."""
+
+
+def past(folder: Path, run_id: str, attempt: int | None = None) -> Past:
+    """Read all logs of a run, or those that were begun for one attempt."""
+    found = Past()
+    for run_dir in run_dirs(folder, run_id):
+        start = _start(run_dir)
+        if attempt is not None and start.get("attempt") != attempt:
+            continue
+        found.is_there = True
+        is_online = not run_dir.name.startswith("offline-")
+        if is_online:
+            found.has_online = True
+            found.end = max(found.end, int(start.get("position", 0)))
+        for row in _our_rows(run_dir):
+            found.rows[row.key, row.revision] = row
+            if is_online:
+                found.online[row.key, row.revision] = row
+                found.end = max(found.end, row.position + 1)
+    return found
+
+
+def _start(run_dir: Path) -> dict[str, int]:
+    try:
+        return dict(json.loads((run_dir / START_FILE).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _our_rows(run_dir: Path) -> Iterator[LoggedRow]:
+    for path in sorted(run_dir.glob("*.wandb")):
+        for record in records(path):
+            if record.WhichOneof("record_type") != "history":
+                continue
+            values = _nested(record.history.item)
+            if "forge/row" in values:
+                yield LoggedRow(values["forge/row"], int(values["forge/row_revision"]), int(record.history.step.num), values)
+
+
+def _nested(items: Iterable[Any]) -> dict[str, Any]:
+    """A row as it was given to `run.log`: what wandb adds is left out, a histogram is a dict again."""
+    values: dict[str, Any] = {}
+    for item in items:
+        path = list(item.nested_key) or [item.key]
+        if path[0] in ("_step", "_runtime"):
+            continue
+        place = values
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1]] = json.loads(item.value_json)
+    return values
+
+
+def upload_failure(run_dir: Path) -> str | None:
+    """Why wandb-core has given up uploading a run, from its own log; None while it has not."""
+    with contextlib.suppress(OSError):
+        for line in (run_dir / "logs" / "debug-internal.log").read_text(errors="replace").splitlines():
+            if "fatal error" in line:
+                with contextlib.suppress(ValueError):
+                    return str(json.loads(line)["msg"]).rpartition("fatal error: ")[2]
+                return line
+    return None
+
+
 def history(folder: Path, run_id: str) -> Iterator[dict[str, Any]]:
     """The logged rows of a run as dicts, over all its directories."""
     for run_dir in run_dirs(folder, run_id):
@@ -90,6 +185,4 @@ def history(folder: Path, run_id: str) -> Iterator[dict[str, Any]]:
 
 def logged_rows(folder: Path, run_id: str) -> Iterator[tuple[str, int]]:
     """(row key, revision) of every row of ours in a run."""
-    for row in history(folder, run_id):
-        if "forge/row" in row:
-            yield row["forge/row"], int(row["forge/row_revision"])
+    yield from past(folder, run_id).rows

@@ -262,7 +262,9 @@ def replay(run_id: str | None, endpoint: str | None, timeout: float, config_path
 
 @main.command()
 @click.argument(
-    "names", nargs=-1, type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency", "scale"])
+    "names",
+    nargs=-1,
+    type=click.Choice(["record", "flush", "memory", "spans", "threads", "forks", "exit", "slowdown", "cpu", "latency", "wandb", "scale"]),
 )
 @click.option("--ranks", type=click.IntRange(1, 16_384), default=64, show_default=True, help="Of scale: simulated ranks.")
 @click.option("--series", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Of scale: series of each rank.")

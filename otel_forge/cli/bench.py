@@ -427,6 +427,20 @@ def latency(say: Say) -> list[Result]:
     return [_result("row latency, median of 60", statistics.median(delays) * 1000, "ms", "the window", 1000.0, "≤ 2000 ms")]
 
 
+def wandb() -> list[Result]:
+    """65 runs of wandb in one process, offline."""
+    from otel_forge.cli.bench_wandb import measure
+
+    found = measure()
+    return [
+        _result("65 wandb runs opened", found["open_s"], "s", "import of wandb", found["load_s"], "≤ 2 s"),
+        _result("rows of 20 keys to them, offline", found["rows_per_s"], "rows/s", "asked for", 1000.0, "≥ 1000"),
+        _result("65 wandb runs closed", found["close_s"], "s", "opening", found["open_s"], "≤ 5 s"),
+        _result("RSS of the process, without wandb-core", found["rss_mb"], "MiB", "allowed", 400.0, "≤ 400 MiB"),
+        _result("rows there once", float(found["found"]), "rows", "written", float(found["expected"]), "all"),
+    ]
+
+
 # --- what they stand on ---------------------------------------------------------------------------------------------------
 
 
@@ -507,7 +521,7 @@ def run_benchmarks(names: Sequence[str], say: Say) -> list[Result]:
     every: dict[str, Callable[[], list[Result]]] = {
         "record": record, "flush": flush, "memory": memory, "spans": spans, "threads": threads, "forks": forks,
         "exit": exit_,
-        "slowdown": lambda: slowdown(say), "cpu": lambda: cpu(say), "latency": lambda: latency(say),
+        "slowdown": lambda: slowdown(say), "cpu": lambda: cpu(say), "latency": lambda: latency(say), "wandb": wandb,
     }  # fmt: skip
     results = []
     for name in names or every:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.rows import HistogramValue
 from otel_forge_exporters.wandb import WandbBackend
 from otel_forge_exporters.wandb_files import history, records, run_dirs
 
-from otel_forge.config import LoggingMode, WandbConfig
+from otel_forge.config import LoggingMode, WandbConfig, load_config
+from otel_forge.errors import ConfigError
+from otel_forge.wandb_arguments import EXTRA_ARGUMENTS, OWN_FIELDS, REFUSED
 from tests.exporters.test_backends import row
 from tests.integration.conftest import wait_for
 
@@ -84,6 +88,70 @@ def test_a_shared_run_has_the_member_in_its_keys(tmp_path: Path) -> None:
     logged = _rows(tmp_path, "r1-ranks")
     assert [item.get("loss/trainer_0") for item in logged] == [0.0, None]
     assert [item.get("loss/trainer_1") for item in logged] == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "group"),
+    [
+        ({}, "my-run", ""),
+        ({"name": "{name} on {host}", "group": "g-{role}"}, "my-run on node7", "g-trainer"),
+        ({"name": "fixed"}, "fixed", ""),
+    ],
+)
+def test_names_are_templates(tmp_path: Path, options: dict[str, str], name: str, group: str) -> None:
+    """Seed TODO 1: the configuration names the run, nothing is random."""
+    info = RunInfo("r1", {}, {"trainer/0.0": {"host": "node7"}}, wandb_name="my-run")
+    backend = _backend(tmp_path, info, **options)
+    backend.write([row(0)])
+    backend.close(0, 30)
+    run = _run_record(tmp_path, "r1")
+    assert (run.display_name, run.run_group) == (name, group)
+
+
+def test_roles_and_ranks_that_a_fixed_name_does_not_tell_apart_are_appended(tmp_path: Path) -> None:
+    """Seed TODO 5: the role is the actor's, not that of whoever fetches its values."""
+    backend = _backend(tmp_path, logging_mode=LoggingMode.PER_RANK_REDUCE, name="job")
+    backend.write([row(0, rank=0, role=role, mode="per_rank_reduce") for role in ("TrainActor", "PolicyActor")])
+    backend.close(0, 30)
+    assert [_run_record(tmp_path, f"r1-{role}_0").display_name for role in ("TrainActor", "PolicyActor")] == ["job-TrainActor_0", "job-PolicyActor_0"]
+
+
+def test_disabled_writes_nothing_and_waits_for_nothing(tmp_path: Path) -> None:
+    backend = WandbBackend(WandbConfig(mode="disabled"), RunInfo("r1"), tmp_path)
+    backend.open()
+    backend.write([row(0)])
+    assert backend.has(row(0))
+    backend.close(0, 30)
+    assert (list(tmp_path.iterdir()), backend.location()) == ([], None)
+
+
+def test_extra_arguments_are_those_of_the_installed_wandb() -> None:
+    known = set(inspect.signature(wandb.init).parameters)
+    assert {*EXTRA_ARGUMENTS, *OWN_FIELDS, *REFUSED} == known
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"extra": {"sav_code": True}}, "metric_logging.wandb.extra: 'sav_code' is no argument of wandb.init; did you mean 'save_code'?"),
+        ({"extra": {"project": "p"}}, "metric_logging.wandb.extra: 'project' is set by project"),
+        ({"extra": {"reinit": True}}, "'reinit' cannot be set: one process owns several runs"),
+        ({"name": "{nam}"}, "metric_logging.wandb.name: unknown field {nam}: known are {name}, {role}, {rank}, {host}"),
+        ({"shared": True, "mode": "offline"}, "shared: wandb's shared mode needs mode: online"),
+        ({"id": "a/b"}, "metric_logging.wandb.id: must be 1 to 100 characters"),
+    ],
+)
+def test_what_wandb_would_not_take_is_a_configuration_error_that_names_it(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config({"metric_logging": {"wandb": options}})
+    assert words in str(raised.value)
+
+
+def test_extra_settings_reach_wandb(tmp_path: Path) -> None:
+    backend = _backend(tmp_path, extra={"settings": {"x_label": "mine"}, "save_code": False})
+    backend.write([row(0)])
+    assert backend._runs["r1"]._run.settings.x_label == "mine"
+    backend.close(0, 30)
 
 
 def test_the_name_comes_from_the_configuration_else_from_the_training_s_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
