@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import os
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -110,6 +112,28 @@ class Past:
     """Whether any log is here."""
     has_online: bool = False
     """Whether any log of an online run is here."""
+
+
+def wait_for_writers(folder: Path, run_id: str, timeout_s: float = 15.0) -> None:
+    """Wait until no other exporter's wandb-core has a log of this run open.
+
+    It outlives a parent that was killed by some seconds, in which it goes on uploading: until then the server's word on what it has is not its last.
+    """
+    logs = {str(path.resolve()) for run_dir in run_dirs(folder, run_id) for path in run_dir.glob("*.wandb")}
+    deadline = time.monotonic() + timeout_s
+    while logs and _is_written_by_others(logs) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _is_written_by_others(logs: set[str]) -> bool:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or is another user's
+            if b"wandb-core" not in (process / "cmdline").read_bytes():
+                continue
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent != os.getpid() and any(os.readlink(handle) in logs for handle in (process / "fd").iterdir()):
+                return True
+    return False
 
 
 def past(folder: Path, run_id: str, attempt: int | None = None) -> Past:
