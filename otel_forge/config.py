@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from otel_forge.errors import ConfigError
 from otel_forge.modes import LoggingMode as LoggingMode
@@ -38,6 +38,10 @@ ENV_STATE_DIR = "OTEL_FORGE_STATE_DIR"
 """The node-local directory for spilled packets, the exporter's spool and the servers' state."""
 ENV_COLLECTOR_BIN = "OTEL_FORGE_COLLECTOR_BIN"
 ENV_JAEGER_BIN = "OTEL_FORGE_JAEGER_BIN"
+ENV_INSTRUMENT = "OTEL_FORGE_INSTRUMENT"
+"""Comma-separated texts (`train:Trainer.*`) and presets (`torch`) to instrument; instead of the file's `instrument`."""
+ENV_STEP = "OTEL_FORGE_STEP"
+"""`optimizer`, `manual`, or the method whose end is the end of a step (`train:Trainer.train_step`); instead of the file's `step`."""
 ENV_DISABLED = ("OTEL_SDK_DISABLED", "FORGE_DISABLE_METRICS")
 """Any of them set to true turns everything off. The second is torchforge's name."""
 ENV_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -208,7 +212,15 @@ class TracingConfig(_Model):
 
 class StepConfig(_Model):
     on: Literal["manual", "optimizer", "method"] = "manual"
+    """What ends a step. Not given, and something is to be instrumented before the program runs: optimizer, until the program names a step itself."""
     method: str | None = None
+    """For `method`: `train:Trainer.train_step`."""
+
+    @model_validator(mode="after")
+    def _names_its_method(self) -> StepConfig:
+        if (self.on == "method") != (self.method is not None):
+            raise ValueError('`on: method` and `method: "module:Class.method"` go together')
+        return self
 
 
 class TlsConfig(_Model):
@@ -265,6 +277,20 @@ def state_dir(config: ForgeConfig) -> Path:
 def is_disabled() -> bool:
     """Whether an environment variable turns all telemetry off."""
     return any(os.environ.get(name, "").strip().lower() in ("true", "1", "yes") for name in ENV_DISABLED)
+
+
+def instrument_texts(config: ForgeConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What to instrument: OTEL_FORGE_INSTRUMENT, else the file's `instrument`."""
+    given = environ.get(ENV_INSTRUMENT)
+    return config.instrument if given is None else tuple(text.strip() for text in given.split(",") if text.strip())
+
+
+def step_settings(config: ForgeConfig, environ: Mapping[str, str]) -> StepConfig:
+    """What ends a step: OTEL_FORGE_STEP, else the file's `step`."""
+    given = environ.get(ENV_STEP, "").strip()
+    if not given:
+        return config.step
+    return StepConfig(on="method", method=given) if ":" in given else StepConfig.model_validate({"on": given})
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,9 @@ class Watch:
             if module in sys.modules:
                 self.apply(vars(sys.modules[module]), {module})
             else:
-                _after_import(module, self._imported)
+                import wrapt
+
+                wrapt.register_post_import_hook(self._imported, module)
 
     def _imported(self, module: Any) -> None:
         if not self._is_over:
@@ -193,9 +195,3 @@ def with_care(act: Callable[[], object]) -> None:
         act()
     except Exception as error:
         warn_once(f"instrument {error}", str(error) if isinstance(error, UsageError) else f"instrument: {error!r}")
-
-
-def _after_import(module: str, act: Callable[[Any], None]) -> None:
-    import wrapt
-
-    wrapt.register_post_import_hook(act, module)

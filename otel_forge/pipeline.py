@@ -393,6 +393,11 @@ def _ssl_context(config: ForgeConfig, ca_file: str | None) -> Any:
     return context
 
 
+on_init: list[Callable[[ForgeConfig], None]] = []
+"""Called with the configuration when `init` has started telemetry."""
+on_reset: list[Callable[[], None]] = []
+"""Called by `reset`, for what lives above this module."""
+
 # --- the process's pipeline ------------------------------------------------------------------------------------------------
 
 _pipeline: Pipeline | None = None
@@ -484,6 +489,7 @@ def init(
         return
     with _init_lock:
         if _pipeline is not None:
+            _pipeline.set_run_config(run_config or {})  # a program that was instrumented from outside gets its own word in
             return
         if metric_exporter is not None:
             from otel_forge.sdk_exporters import SdkSender
@@ -502,6 +508,8 @@ def init(
         recording_spans = pipeline.config.tracing.enabled
         measuring.configure(timer=pipeline.config.tracing.timer, track_memory=pipeline.config.tracing.track_memory)
         _install_hooks()
+    for act in on_init:
+        act(pipeline.config)
 
 
 def _install_hooks() -> None:
@@ -621,6 +629,8 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
 def reset() -> None:
     """Back to the state before the first `init`, for tests: shuts down, forgets keys, steps and spans."""
     global _early_steps
+    for act in on_reset:
+        act()
     shutdown(timeout_s=1.0)
     measuring.reset()
     metrics.registry().clear()
