@@ -368,13 +368,23 @@ def load_config(source: Any = None) -> ForgeConfig:
     return _parse(_plain(source), None)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which only true and false are truth values, as in YAML 1.2: `on` is a key of `step`."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in found if tag != "tag:yaml.org,2002:bool"] for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+
+
 def _read_yaml(path: Path) -> object:
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"cannot read it: {error.strerror}"], str(path)) from error
     try:
-        return yaml.safe_load(text) or {}
+        return yaml.load(text, Loader=_Loader) or {}
     except yaml.YAMLError as error:
         raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
 

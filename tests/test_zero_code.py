@@ -101,7 +101,9 @@ def test_torchrun_s_agent_and_the_workers_of_a_data_loader_are_left_alone(place:
 def test_a_text_that_names_nothing_is_said_once(place: Place) -> None:
     done = place.run(*TORCHRUN, SCRIPT, instrument="train_plain:Triner.*,plain_model:Network.forward,nowhere.to.be.found:x,nonsense")
     said = [line for line in done.stderr.splitlines() if "otel-forge" in line]
-    assert [line for line in said if "'train_plain:Triner.*', 'nowhere.to.be.found:x'" in line] == [line for line in said if "nothing was found" in line]
+    assert [line for line in said if "'train_plain:Triner.*', 'nowhere.to.be.found:x'" in line] == [
+        line for line in said if "nothing was found" in line
+    ]
     assert sum("nothing was found" in line for line in said) == 1
     assert sum("'nonsense' is not of the form" in line for line in said) == 1
 

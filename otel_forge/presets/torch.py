@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from otel_forge import measuring, pipeline
+from otel_forge import measuring, pipeline, tracing
 from otel_forge.decorating import decorate
 from otel_forge.memory import GIB
 from otel_forge.metrics import Reduce, record_metric
@@ -71,8 +72,10 @@ def _optimizer(preset: Preset) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if pipeline.is_compiling() or not is_training():
             return
+        parent = tracing.current_span_id()
         while any(key == id(optimizer) for key, _ in running):
             running.pop()[1].__exit__(None, None, None)  # its last step raised
+            tracing._parent.set(parent)
         scope = preset.scopes("optimizer/step", _options)
         scope.__enter__()
         running.append((id(optimizer), scope))
@@ -134,9 +137,32 @@ def _fsdp(preset: Preset) -> None:
     _scope_around(preset, group, "finalize_backward", "fsdp/backward_wait")
 
 
+class _Checkpoint:
+    """A scope around saving or loading; what that saves or loads inside itself is part of it."""
+
+    _open = threading.local()
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = None if getattr(self._open, "is_open", False) else scope
+
+    def __enter__(self) -> None:
+        if self._scope is not None:
+            self._open.is_open = True
+            self._scope.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._scope is not None:
+            self._open.is_open = False
+            self._scope.__exit__(*error)
+
+
+def _checkpoint_around(preset: Preset, owner: Any, name: str, prefix: str) -> None:
+    _replace(preset, owner, name, decorate(getattr(owner, name), lambda _args: _Checkpoint(preset.scopes(prefix, _options))))
+
+
 def _checkpoints(preset: Preset) -> None:
     for name, prefix in (("save", "checkpoint/save"), ("load", "checkpoint/load")):
-        _scope_around(preset, torch, name, prefix)
+        _checkpoint_around(preset, torch, name, prefix)
         _replace(preset, torch.serialization, name, getattr(torch, name))
 
 
@@ -147,5 +173,5 @@ def _distributed_checkpoints(preset: Preset) -> None:
         ("async_save", "state_dict_saver", "checkpoint/save"),
         ("load", "state_dict_loader", "checkpoint/load"),
     ):
-        _scope_around(preset, package, name, prefix)
+        _checkpoint_around(preset, package, name, prefix)
         _replace(preset, importlib.import_module(f"{_CHECKPOINT}.{module}"), name, getattr(package, name))
