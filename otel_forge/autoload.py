@@ -88,23 +88,24 @@ class Autoload:
 
 def activate() -> None:
     """Before a program runs: start what the environment or the configuration asks for. Never raises; what is wrong is said."""
-    if _running is not None or training_process.is_launcher(sys.orig_argv):
-        return
+    if _running is None and not training_process.is_launcher(sys.orig_argv):
+        with_care(_activate)
+
+
+def _activate() -> None:
     from otel_forge import config
 
     if config.is_disabled():
         return
     try:
         loaded = config.load_config()
+        step, instrument = config.step_settings(loaded, os.environ), config.instrument_texts(loaded, os.environ)
     except ForgeError as error:
         logger.error("otel-forge: nothing is instrumented: %s", error)
         return
-    step = config.step_settings(loaded, os.environ)
-    instrument = config.instrument_texts(loaded, os.environ)
-    if not instrument and step.on == "manual":
-        return
-    is_asked_for = "on" in step.model_fields_set
-    _start(instrument, step.on if is_asked_for else "optimizer", step.method, before_script=True)
+    if instrument or step.on != "manual":
+        is_given = "on" in step.model_fields_set
+        _start(instrument, step.on if is_given else "optimizer", step.method, before_script=True)
 
 
 def configured(config: Any) -> None:

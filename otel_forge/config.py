@@ -286,11 +286,15 @@ def instrument_texts(config: ForgeConfig, environ: Mapping[str, str]) -> tuple[s
 
 
 def step_settings(config: ForgeConfig, environ: Mapping[str, str]) -> StepConfig:
-    """What ends a step: OTEL_FORGE_STEP, else the file's `step`."""
+    """What ends a step: OTEL_FORGE_STEP, else the file's `step`. Raises ConfigError."""
     given = environ.get(ENV_STEP, "").strip()
     if not given:
         return config.step
-    return StepConfig(on="method", method=given) if ":" in given else StepConfig.model_validate({"on": given})
+    if ":" in given:
+        return StepConfig(on="method", method=given)
+    if given not in ("optimizer", "manual"):
+        raise ConfigError([f"{ENV_STEP}: expected optimizer, manual or module:Class.method, got {given!r}"])
+    return StepConfig.model_validate({"on": given})
 
 
 @dataclass(frozen=True)

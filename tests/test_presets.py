@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import otel_forge
-from otel_forge import autoload
+from otel_forge import autoload, measuring
 from otel_forge.automatic_steps import Cycle
+from otel_forge.device import TorchAccelerator
 from otel_forge.testing import Captured, capture
+from tests.fake_accelerator import FakeCuda
 
 
 @contextlib.contextmanager
@@ -231,6 +233,32 @@ def test_fully_sharded_modules_wait_for_parameters_and_gradients(group: None) ->
         model(torch.ones(1, 4)).sum().backward()
         names = set(_names(captured))
     assert names >= {"fsdp/unshard_wait", "fsdp/backward_wait"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_fsdp_has_its_forward_and_its_wait(group: None) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with running("torch") as captured:
+        model = FullyShardedDataParallel(nn.Linear(4, 1), device_id=torch.device("cpu"))
+        model(torch.ones(1, 4)).sum().backward()
+        names = _names(captured)
+    assert (names.count("fsdp/forward"), names.count("fsdp/backward_wait")) == (1, 1)
+
+
+def test_device_memory_is_told_where_there_is_a_device() -> None:
+    cuda = FakeCuda()
+    with running("torch", step="optimizer") as captured:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _step(model, optimizer)
+        measuring.use(TorchAccelerator(cuda, "cuda"))
+        cuda.allocate(3 << 30)
+        cuda.free(2 << 30)
+        _step(model, optimizer)
+        measuring.configure(timer="cpu", track_memory=False)
+        without, with_device = ({key: value for key, value in row["metrics"].items() if "memory" in key} for row in captured.rows)
+    assert (without, with_device) == ({}, {"device/memory_allocated_max_gb": 1.0, "device/memory_peak_max_gb": 3.0})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -70,11 +70,16 @@ def test_classes_and_functions_of_the_script_and_of_what_it_imports_are_traced(p
     assert scopes[5] == {"Trainer/fit", "Trainer/loss_of", "Network/forward", "Settings/describe", "evaluate"}
     assert "loss" in done.stdout
     assert "otel-forge" not in done.stderr
-    loaded = "import pickle, sys; sys.path.insert(0, sys.argv[1]); import train_plain; sys.modules['__main__'] = train_plain;"
-    loaded += "print(pickle.load(open('settings.pickle', 'rb'))[0].describe())"
+    assert _unpickled_elsewhere(place) == "5 steps\n"
+
+
+def _unpickled_elsewhere(place: Place) -> str:
+    """What the script pickled, in a process without otel-forge."""
+    code = "import pickle, sys; sys.path.insert(0, sys.argv[1]); import train_plain; sys.modules['__main__'] = train_plain;"
+    code += "sys.modules['otel_forge'] = None; print(pickle.load(open('settings.pickle', 'rb'))[0].describe())"
     environ = {"PYTHONPATH": "", "PATH": os.environ["PATH"]}
-    plain = subprocess.run([sys.executable, "-c", loaded, str(SCRIPTS)], cwd=place.folder, env=environ, capture_output=True, text=True, timeout=60)
-    assert plain.stdout == "5 steps\n", plain.stderr
+    done = subprocess.run([sys.executable, "-c", code, str(SCRIPTS)], cwd=place.folder, env=environ, capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
 
 
 def test_a_module_run_by_its_name(place: Place) -> None:
@@ -99,7 +104,9 @@ def test_torchrun_s_agent_and_the_workers_of_a_data_loader_are_left_alone(place:
 
 
 def test_a_text_that_names_nothing_is_said_once(place: Place) -> None:
+    """By rank 0, at the end. Looking for it to the end changes nothing in what the script pickles."""
     done = place.run(*TORCHRUN, SCRIPT, instrument="train_plain:Triner.*,plain_model:Network.forward,nowhere.to.be.found:x,nonsense")
+    assert _unpickled_elsewhere(place) == "5 steps\n"
     said = [line for line in done.stderr.splitlines() if "otel-forge" in line]
     assert [line for line in said if "'train_plain:Triner.*', 'nowhere.to.be.found:x'" in line] == [
         line for line in said if "nothing was found" in line
@@ -186,3 +193,5 @@ def test_what_ends_a_step_is_checked() -> None:
     assert step_settings(config, {"OTEL_FORGE_STEP": "train:Trainer.step"}).method == "train:Trainer.step"
     assert step_settings(config, {"OTEL_FORGE_STEP": "manual"}).on == "manual"
     assert step_settings(config, {}).on == "optimizer"
+    with pytest.raises(ConfigError, match="OTEL_FORGE_STEP: expected optimizer"):
+        step_settings(config, {"OTEL_FORGE_STEP": "optimiser"})

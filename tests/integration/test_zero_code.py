@@ -76,7 +76,7 @@ def _parents(trace: dict[str, Any]) -> set[tuple[str, str]]:
     return {(span["operationName"], names[span["references"][0]["spanID"]]) for span in trace["spans"] if span["references"]}
 
 
-SPAWNING = '''
+SPAWNING = """
 import sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from train_plain import Numbers, Trainer, Settings
@@ -94,7 +94,7 @@ def worker(rank, port):
 
 if __name__ == "__main__":
     mp.spawn(worker, args=(int(sys.argv[1]),), nprocs=2)
-'''
+"""
 
 
 def test_ranks_that_the_script_spawns_itself(cli: Cli, tmp_path: Path) -> None:
