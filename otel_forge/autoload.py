@@ -29,11 +29,11 @@ _running: Autoload | None = None
 class Autoload:
     """Everything that is put around a program; `stop` takes it away."""
 
-    def __init__(self, instrument: Sequence[str], step_on: str, step_method: str | None) -> None:
-        """`instrument`: texts and names of presets. `step_on`: `optimizer`, `method` or `manual`."""
-        self.steps = None if step_on == "manual" else AutomaticSteps()
+    def __init__(self, instrument: Sequence[str], step_on: str | None, step_method: str | None) -> None:
+        """`instrument`: texts and names of presets. `step_on`: `optimizer`, `method` or `manual`; None: optimizer, unless the program names steps."""
+        self.steps = None if step_on == "manual" else AutomaticSteps(is_asked_for=step_on is not None)
         self._presets = [text for text in instrument if text in PRESETS]
-        self._step_on = step_on
+        self._step_on = step_on or "optimizer"
         self._watches: list[Watch] = []
         if step_method is not None and step_on == "method":
             self._watch((step_method,), Scopes(self.steps, ends_step=True))
@@ -105,7 +105,7 @@ def _activate() -> None:
         return
     if instrument or step.on != "manual":
         is_given = "on" in step.model_fields_set
-        _start(instrument, step.on if is_given else "optimizer", step.method, before_script=True)
+        _start(instrument, step.on if is_given else None, step.method, before_script=True)
 
 
 def configured(config: Any) -> None:
@@ -117,7 +117,7 @@ def configured(config: Any) -> None:
         _start(instrument, step.on, step.method, before_script=False)
 
 
-def _start(instrument: Sequence[str], step_on: str, step_method: str | None, *, before_script: bool) -> None:
+def _start(instrument: Sequence[str], step_on: str | None, step_method: str | None, *, before_script: bool) -> None:
     global _running
     _running = Autoload(instrument, step_on, step_method)
     _running.start(before_script=before_script)

@@ -20,7 +20,9 @@ from otel_forge.training_process import is_training
 class AutomaticSteps:
     """The steps of one training loop; the thread in which the first of them begins drives them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_asked_for: bool = True) -> None:
+        """`is_asked_for`: by the configuration, so that the user hears when it does not come to that."""
+        self._is_asked_for = is_asked_for
         self._thread = 0
         self._tracer: Tracer | None = None
         self._span: span | None = None
@@ -107,8 +109,9 @@ class AutomaticSteps:
             return
         if current.steps.is_given or current.steps.last_flushed != self._last:
             self._is_over = True
-            self._give_up()
-            warn_once("steps", "the program names its steps itself: `step:` of the configuration is left out")
+            self._close_span(current)
+            if self._is_asked_for:
+                warn_once("steps", "the program names its steps itself: `step:` of the configuration is left out")
             return
         self._last = current.steps.opening
         self._tracer.stop()

@@ -95,10 +95,12 @@ def step(number: int) -> Iterator[None]:
     current = pipeline.current()
     if current is not None:
         current.mark_start()
+    around = _parent.set(0)  # an epoch's span, say, lies in the trace of the step in which it began
     try:
         with span(f"rank {current.member().rank}" if current is not None else "rank"):
             yield
     finally:
+        _restore(around)
         pipeline.flush(number)
 
 

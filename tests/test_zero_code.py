@@ -134,7 +134,8 @@ def test_a_program_that_names_its_own_steps_keeps_them(place: Place) -> None:
         "        optimizer.step()\n"
         "        otel_forge.record_metric('loss', number)\n"
     )
-    place.run("own.py", instrument="torch")
+    done = place.run("own.py", instrument="torch")
+    assert "names its steps itself" not in done.stderr  # nobody asked for others
     assert [(row["step"], row["occurrence"], row["metrics"]["loss"]) for row in place.rows] == [(10, 0, 10), (11, 0, 11), (12, 0, 12)]
     assert [scopes - {"step"} for scopes in place.scopes()] == [{"optimizer/step"}] * 3
 
