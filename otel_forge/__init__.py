@@ -3,6 +3,9 @@
 Importing this package loads the standard library only; `init` loads what sending needs.
 """
 
+from typing import Any
+
+from otel_forge import pipeline
 from otel_forge.instrumentation import instrument, no_instrument, uninstrument
 from otel_forge.metrics import Reduce, record_metric, record_metrics
 from otel_forge.modes import LoggingMode
@@ -35,3 +38,12 @@ __all__ = [
     "trace",
     "uninstrument",
 ]
+
+
+def _start_what_is_configured(config: Any) -> None:
+    from otel_forge.autoload import configured
+
+    configured(config)
+
+
+pipeline.on_init.append(_start_what_is_configured)

@@ -40,6 +40,10 @@ ENV_STATE_DIR = "OTEL_FORGE_STATE_DIR"
 ENV_COLLECTOR_BIN = "OTEL_FORGE_COLLECTOR_BIN"
 ENV_LOADBALANCING_BIN = "OTEL_FORGE_LOADBALANCING_BIN"
 ENV_JAEGER_BIN = "OTEL_FORGE_JAEGER_BIN"
+ENV_INSTRUMENT = "OTEL_FORGE_INSTRUMENT"
+"""Comma-separated texts (`train:Trainer.*`) and presets (`torch`) to instrument; instead of the file's `instrument`."""
+ENV_STEP = "OTEL_FORGE_STEP"
+"""`optimizer`, `manual`, or the method whose end is the end of a step (`train:Trainer.train_step`); instead of the file's `step`."""
 ENV_DISABLED = ("OTEL_SDK_DISABLED", "FORGE_DISABLE_METRICS")
 """Any of them set to true turns everything off. The second is torchforge's name."""
 ENV_SCOPES_DISABLED = "DISABLE_PERF_METRICS"
@@ -257,7 +261,15 @@ class SystemMetricsConfig(_Model):
 
 class StepConfig(_Model):
     on: Literal["manual", "optimizer", "method"] = "manual"
+    """What ends a step. Not given, and something is to be instrumented before the program runs: optimizer, until the program names a step itself."""
     method: str | None = None
+    """For `method`: `train:Trainer.train_step`."""
+
+    @model_validator(mode="after")
+    def _names_its_method(self) -> StepConfig:
+        if (self.on == "method") != (self.method is not None):
+            raise ValueError('`on: method` and `method: "module:Class.method"` go together')
+        return self
 
 
 class TlsConfig(_Model):
@@ -331,6 +343,24 @@ def timer(config: ForgeConfig) -> str:
     if "timer" in config.tracing.model_fields_set or not os.environ.get(ENV_TIMER_USES_GPU):
         return config.tracing.timer
     return "gpu" if _is_true(ENV_TIMER_USES_GPU) else "cpu"
+
+
+def instrument_texts(config: ForgeConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What to instrument: OTEL_FORGE_INSTRUMENT, else the file's `instrument`."""
+    given = environ.get(ENV_INSTRUMENT)
+    return config.instrument if given is None else tuple(text.strip() for text in given.split(",") if text.strip())
+
+
+def step_settings(config: ForgeConfig, environ: Mapping[str, str]) -> StepConfig:
+    """What ends a step: OTEL_FORGE_STEP, else the file's `step`. Raises ConfigError."""
+    given = environ.get(ENV_STEP, "").strip()
+    if not given:
+        return config.step
+    if ":" in given:
+        return StepConfig(on="method", method=given)
+    if given not in ("optimizer", "manual"):
+        raise ConfigError([f"{ENV_STEP}: expected optimizer, manual or module:Class.method, got {given!r}"])
+    return StepConfig.model_validate({"on": given})
 
 
 @dataclass(frozen=True)
@@ -408,13 +438,23 @@ def load_config(source: Any = None) -> ForgeConfig:
     return _parse(_plain(source), None)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which only true and false are truth values, as in YAML 1.2: `on` is a key of `step`."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in found if tag != "tag:yaml.org,2002:bool"] for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+
+
 def _read_yaml(path: Path) -> object:
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"cannot read it: {error.strerror}"], str(path)) from error
     try:
-        return yaml.safe_load(text) or {}
+        return yaml.load(text, Loader=_Loader) or {}
     except yaml.YAMLError as error:
         raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
 

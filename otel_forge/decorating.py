@@ -15,21 +15,25 @@ _clock = time.perf_counter_ns
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def decorate(function: F, make: Callable[[tuple[Any, ...]], Any]) -> F:
-    """Wrap a function of any kind so that each call is a scope that `make(args)` gives. Kind, name, signature and docstring stay."""
+def decorate(function: F, make: Callable[[tuple[Any, ...]], Any], *, call: Callable[..., Any] | None = None) -> F:
+    """Wrap a function of any kind so that each call is a scope that `make(args)` gives. Kind, name, signature and docstring stay.
+
+    `call` is what runs in the scope, where that is not the function itself but something that stands for it.
+    """
+    run: Callable[..., Any] = call or function
     if inspect.isasyncgenfunction(function):
-        wrapper: Any = _async_generator(function, make)
+        wrapper: Any = _async_generator(run, make)
     elif inspect.isgeneratorfunction(function):
-        wrapper = _generator(function, make)
+        wrapper = _generator(run, make)
     elif inspect.iscoroutinefunction(function):
-        wrapper = _coroutine(function, make)
+        wrapper = _coroutine(run, make)
     else:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if pipeline.is_compiling():
-                return function(*args, **kwargs)
+                return run(*args, **kwargs)
             with make(args):
-                return function(*args, **kwargs)
+                return run(*args, **kwargs)
 
     return cast(F, functools.wraps(function)(wrapper))
 

@@ -2,116 +2,89 @@
 
 from __future__ import annotations
 
-import enum
-import fnmatch
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-from otel_forge.errors import UsageError
-from otel_forge.tracing import trace
+from otel_forge import patterns
+from otel_forge.members import SKIP, instrument_class, instrument_function
+from otel_forge.notices import warn_once
+from otel_forge.wrapping import original_of, plain, restore_member
 
 T = TypeVar("T")
-_ORIGINAL = "__otel_forge_original__"
-_SKIP = "__otel_forge_skip__"
 
 
 def no_instrument(function: T) -> T:
-    """Mark a method that `instrument` leaves alone."""
-    target = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
-    setattr(target, _SKIP, True)
+    """Mark a method that `instrument` leaves alone. Above other decorators, or below them."""
+    try:
+        setattr(plain(function), SKIP, True)
+    except AttributeError:  # a property or the like, which is left alone anyhow
+        pass
     return function
 
 
 @overload
-def instrument(target: T, *, include: Sequence[str] | str = ..., exclude: Sequence[str] | str = ..., **options: Any) -> T: ...
+def instrument(
+    target: T,
+    *,
+    include: Sequence[str] | str = ...,
+    exclude: Sequence[str] | str = ...,
+    methods: Mapping[str, Mapping[str, Any]] | None = ...,
+    **options: Any,
+) -> T: ...
 @overload
 def instrument(
-    target: None = None, *, include: Sequence[str] | str = ..., exclude: Sequence[str] | str = ..., **options: Any
+    target: None = None,
+    *,
+    include: Sequence[str] | str = ...,
+    exclude: Sequence[str] | str = ...,
+    methods: Mapping[str, Mapping[str, Any]] | None = ...,
+    **options: Any,
 ) -> Callable[[T], T]: ...
-def instrument(target: Any = None, *, include: Sequence[str] | str = ("*",), exclude: Sequence[str] | str = (), **options: Any) -> Any:
+def instrument(
+    target: Any = None,
+    *,
+    include: Sequence[str] | str = ("*",),
+    exclude: Sequence[str] | str = (),
+    methods: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Any:
     """Trace every call of a class's public methods, or of a function; also a decorator, with or without arguments.
 
-    `include` and `exclude` are patterns of method names; a name in `include` is traced even if it begins with an underscore. Options are those of
-    `trace` (`track_memory`, `timer`, `metrics_only`, `span_only`). Names are `{Class}/{method}` of the running object. Inherited methods are traced
-    on this class only. A second call changes nothing. Raises UsageError for what cannot be traced.
+    `target` may be a text, `"package.module:Class.*"` or `"package.module:function"`: what it names is traced now, or once the module is imported.
+    `include` and `exclude` are patterns of method names; what begins with an underscore is traced when a pattern that does, too, matches it. Options
+    are those of `trace` (`track_memory`, `timer`, `metrics_only`, `span_only`); `methods` gives single methods (patterns of names) others:
+    `methods={"load": {"timer": "cpu"}}`. Names are `{Class}/{method}` of the running object.
+
+    Inherited methods are traced on this class only, and a later change of the base is seen; those of torch and the standard library are left alone
+    unless `include` has their name. So are properties, cached and abstract methods, nested classes and other callables. A second call changes
+    nothing. A call of a traced method takes two frames of the interpreter's recursion limit (three where it is inherited) instead of one. Raises
+    UsageError for what cannot be traced.
     """
     if target is None:
-        return lambda found: instrument(found, include=include, exclude=exclude, **options)
-    include = (include,) if isinstance(include, str) else tuple(include)
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        return lambda found: instrument(found, include=include, exclude=exclude, methods=methods, **options)
+    if isinstance(target, str):
+        patterns.Watch((target,), _patterns(exclude), methods or {}, options).start()
+        return target
     if isinstance(target, type):
-        return _instrument_class(target, include, exclude, options)
-    if callable(target) and hasattr(target, "__qualname__"):
-        return target if hasattr(target, _ORIGINAL) else _wrap(target, None, options)
-    raise UsageError(f"instrument: expected a class or a function, got {type(target).__name__}")
+        count = instrument_class(target, _patterns(include), _patterns(exclude), options, methods or {})
+        if not count:
+            warn_once(f"instrument {target!r}", f"instrument: {target.__qualname__} has no method to trace (include={include}, exclude={exclude})")
+        return target
+    return instrument_function(target, options)
 
 
-def _instrument_class(cls: type, include: tuple[str, ...], exclude: tuple[str, ...], options: dict[str, Any]) -> type:
-    if issubclass(cls, enum.Enum) or getattr(cls, "_is_protocol", False):
-        raise UsageError(f"instrument: {cls.__qualname__} is an enum or a Protocol: there is nothing to time in it")
-    for name in dir(cls):
-        if not _wanted(name, include, exclude):
-            continue
-        found = inspect.getattr_static(cls, name)
-        wrapped = _wrap_member(found, name, options, inherited=name not in cls.__dict__)
-        if wrapped is None:
-            continue
-        try:
-            setattr(cls, name, wrapped)
-        except (TypeError, AttributeError) as error:
-            raise UsageError(f"instrument: {cls.__qualname__} cannot be changed ({error}): it is not written in Python") from error
-    return cls
-
-
-def _wanted(name: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
-        return False
-    if name.startswith("_"):
-        return name in include
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
-
-
-def _wrap_member(found: Any, name: str, options: dict[str, Any], *, inherited: bool) -> Any:
-    """The traced form of a class's member; None for what is left alone (properties, nested classes, callables that are no functions)."""
-    function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
-    if (
-        not inspect.isfunction(function)
-        or hasattr(function, _ORIGINAL)
-        or hasattr(function, _SKIP)
-        or getattr(function, "__isabstractmethod__", False)
-    ):
-        return None
-    if inherited and function.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
-        return None
-    wrapped = _wrap(function, None if not isinstance(found, staticmethod) else function.__qualname__.replace(".", "/"), options)
-    if isinstance(found, (staticmethod, classmethod)):
-        return type(found)(wrapped)
-    return wrapped
-
-
-def _wrap(function: Any, prefix: str | None, options: dict[str, Any]) -> Any:
-    if prefix is None and "." not in function.__qualname__.rpartition("<locals>.")[2]:
-        prefix = function.__qualname__  # a function; a method is named by the class of the running object
-    wrapped = trace(prefix, **options)(function)
-    setattr(wrapped, _ORIGINAL, function)
-    return wrapped
+def _patterns(given: Sequence[str] | str) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def uninstrument(target: T) -> T:
-    """Undo `instrument` on a class or function exactly; what was not instrumented is given back as it is."""
+    """Undo `instrument` exactly on a class, a function (whose plain form is returned), or what a text names; anything else is given back as it is."""
+    if isinstance(target, str):
+        patterns.stop(target)
+        return target
     if not isinstance(target, type):
-        original: T = getattr(target, _ORIGINAL, target)
-        return original
-    for name, found in list(vars(target).items()):
-        function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
-        original_function = vars(function).get(_ORIGINAL) if inspect.isfunction(function) else None
-        if original_function is None:
-            continue
-        inherited = next((vars(base)[name] for base in target.__mro__[1:] if name in vars(base)), None)
-        plain = inherited.__func__ if isinstance(inherited, (staticmethod, classmethod)) else inherited
-        if plain is original_function:
-            delattr(target, name)
-        else:
-            setattr(target, name, type(found)(original_function) if isinstance(found, (staticmethod, classmethod)) else original_function)
+        found: T = original_of(target)
+        return found
+    for name, member in list(vars(target).items()):
+        restore_member(target, name, member)
     return target

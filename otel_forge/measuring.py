@@ -301,6 +301,16 @@ def _say_experimental() -> None:
         warn_once("experimental", text)
 
 
+def device_memory_bytes() -> tuple[int, int] | None:
+    """(allocated now, peak) on the current device; None while the program has initialised no accelerator, or where it does not tell."""
+    accelerator = _accelerator or find()
+    if accelerator is None or accelerator.is_capturing():
+        return None
+    with contextlib.suppress(Exception):
+        return accelerator.memory_bytes(accelerator.index_of(None))
+    return None
+
+
 def is_pending() -> bool:
     """Whether device times are still to come."""
     return _timer is not None and _timer.is_pending()

@@ -451,6 +451,11 @@ def ssl_context_of(config: ForgeConfig, ca_file: str | None) -> Any:
     return context
 
 
+on_init: list[Callable[[ForgeConfig], None]] = []
+"""Called with the configuration when `init` has started telemetry."""
+on_reset: list[Callable[[], None]] = []
+"""Called by `reset`, for what lives above this module."""
+
 # --- the process's pipeline ------------------------------------------------------------------------------------------------
 
 _pipeline: Pipeline | None = None
@@ -546,6 +551,7 @@ def init(
     scopes_off = are_scopes_disabled()
     with _init_lock:
         if _pipeline is not None:
+            _pipeline.set_run_config(run_config or {})  # a program that was instrumented from outside gets its own word in
             return
         if metric_exporter is not None:
             from otel_forge.sdk_exporters import SdkSender
@@ -564,6 +570,8 @@ def init(
         _sample_spans()
         measuring.configure(timer=timer(pipeline.config), track_memory=pipeline.config.tracing.track_memory)
         _install_hooks()
+    for act in on_init:
+        act(pipeline.config)
 
 
 def _sample_spans() -> None:
@@ -697,6 +705,8 @@ def shutdown(timeout_s: float = 5.0, exit_code: int | None = None) -> DeliveryRe
 def reset() -> None:
     """Back to the state before the first `init`, for tests: shuts down, forgets keys, steps and spans."""
     global _early_steps, scopes_off
+    for act in on_reset:
+        act()
     shutdown(timeout_s=1.0)
     scopes_off = False
     measuring.reset()

@@ -24,6 +24,11 @@ class StepTracker:
         return 0 if self._last_flushed is None else self._last_flushed + 1
 
     @property
+    def is_given(self) -> bool:
+        """Whether the opening step was named by the program."""
+        return self._given is not None
+
+    @property
     def last_flushed(self) -> int | None:
         """The step of the last flush, None before the first."""
         return self._last_flushed

@@ -115,10 +115,12 @@ def step(number: int) -> Iterator[None]:
     current = pipeline.current()
     if current is not None:
         current.mark_start()
+    around = _parent.set(0)  # an epoch's span, say, lies in the trace of the step in which it began
     try:
         with span(f"rank {current.member().rank}" if current is not None else "rank"):
             yield
     finally:
+        _restore(around)
         pipeline.flush(number)
 
 
@@ -393,6 +395,7 @@ class trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._tracer._start is not None:
+            self._tracer._owner = _here()  # an event loop closes a generator that was left early in a task of its own
             self._tracer._end(None, failure(error))
 
     def __call__(self, function: F) -> F:

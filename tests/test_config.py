@@ -83,3 +83,10 @@ def test_resource_attributes_of_the_environment_beat_the_file() -> None:
     config = load_config({"resource": {"a": "file", "b": "file"}})
     environ = {"OTEL_RESOURCE_ATTRIBUTES": "a=env%2C1,broken", "OTEL_SERVICE_NAME": "svc"}
     assert user_resource(config, environ) == {"a": "env,1", "b": "file", "service.name": "svc"}
+
+
+def test_on_is_a_key_in_a_file_and_only_true_and_false_are_truth_values(tmp_path: Path) -> None:
+    path = tmp_path / "forge.yaml"
+    path.write_text("step: {on: optimizer}\ntracing: {enabled: false, track_memory: yes}\n")
+    config = load_config(path)
+    assert (config.step.on, config.tracing.enabled, config.tracing.track_memory) == ("optimizer", False, True)

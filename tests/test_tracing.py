@@ -123,6 +123,23 @@ def test_every_rank_s_span_of_a_step_shares_a_trace_and_steps_do_not() -> None:
     assert len(traces) == 2
 
 
+def test_a_step_is_no_child_of_what_lasts_over_many_steps() -> None:
+    """The epoch is in the trace of the step in which it began, and is the parent again after each step."""
+    with capture() as captured:
+        with span("epoch"):
+            for number in range(2):
+                with otel_forge.step(number), span(f"work {number}"):
+                    pass
+            with span("between"):
+                pass
+        spans = {(item.name, item.attributes["step"]): item for item in captured.spans}
+    for number in range(2):
+        parents = {item.span_id: item.name for (_, step), item in spans.items() if step == number}
+        assert parents[spans[f"work {number}", number].parent_id] == "rank 0"
+        assert spans["rank 0", number].parent_id not in parents
+    assert spans["between", 2].parent_id == spans["epoch", 0].span_id
+
+
 def test_a_generator_is_current_only_while_it_runs() -> None:
     """Two generators and a consumer's span are siblings; a consumer that stops early ends the span without an error."""
 

@@ -18,13 +18,15 @@ from types import FrameType
 
 from otel_forge import discovery
 from otel_forge.cli.servers import Say, Shape, Stack, drain, rank_environment
-from otel_forge.config import ENV_ENDPOINT, ENV_RUN_ID, ForgeConfig, otlp_settings, state_dir
+from otel_forge.config import ENV_ENDPOINT, ENV_RUN_ID, ForgeConfig, instrument_texts, otlp_settings, state_dir, step_settings
 from otel_forge.delivery import DeliveryReport, Sender
 from otel_forge.discovery import Servers
 from otel_forge.errors import ServerError
 from otel_forge.identity import clean_id
 
 WATCH_EVERY_S = 0.5
+STARTUP = Path(__file__).parents[1] / "startup"
+"""The folder whose `sitecustomize.py` starts instrumentation without code."""
 RECIPE = """this command runs on several nodes, and no endpoint is given. One node keeps the servers, the others join them:
   on one node:   otel-forge up
   on every node: OTEL_FORGE_ENDPOINT=http://<that node>:4318 OTEL_FORGE_RUN_ID=<one id for the run> otel-forge run -- <command>
@@ -127,7 +129,7 @@ class Runner:
     def _execute(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
-            self._child = subprocess.Popen(list(command), env={**os.environ, **environ})
+            self._child = subprocess.Popen(list(command), env={**os.environ, **environ, **self._instrumentation()})
             code = self._child.wait()
             return 128 - code if code < 0 else code
         except OSError as error:
@@ -136,6 +138,13 @@ class Runner:
             self._child = None
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _instrumentation(self) -> dict[str, str]:
+        """What makes every Python that the command starts look for what is to be instrumented, where something is."""
+        if not instrument_texts(self._config, os.environ) and step_settings(self._config, os.environ).on == "manual":
+            return {}
+        path = [str(STARTUP), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        return {"PYTHONPATH": os.pathsep.join(entry for entry in path if entry)}
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-C reaches the command by the terminal itself; everything else is passed on."""
