@@ -18,7 +18,7 @@ from otel_forge.errors import BackendTimeout, RunNotEnded, RunNotOpened
 from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.rows import Row
 from otel_forge_exporters.wandb_core import core
-from otel_forge_exporters.wandb_files import Past, past, run_dirs, wait_for_writers
+from otel_forge_exporters.wandb_files import Past, past, run_dirs, wait_for_orphans
 from otel_forge_exporters.wandb_options import RunOptions, mode_of, without_run_variables
 from otel_forge_exporters.wandb_run import OpenRun, Recent
 
@@ -202,7 +202,8 @@ class WandbBackend:
         return run if run is not None else self._open(row, run_id)
 
     def _open(self, row: Row, run_id: str) -> OpenRun:
-        wait_for_writers(self._dir, run_id)
+        if run_dirs(self._dir, run_id):
+            wait_for_orphans()
         known = past(self._dir, run_id, row.attempt if self._config.resume == "overwrite" else None)
         stopped = threading.Event()
         live, mode = self._init(row, run_id, known, stopped)

@@ -114,26 +114,33 @@ class Past:
     """Whether any log of an online run is here."""
 
 
-def wait_for_writers(folder: Path, run_id: str, timeout_s: float = 15.0) -> None:
-    """Wait until no other exporter's wandb-core has a log of this run open.
+def wait_for_orphans(timeout_s: float = 15.0) -> None:
+    """Wait until no wandb-core of a killed exporter is left.
 
-    It outlives a parent that was killed by some seconds, in which it goes on uploading: until then the server's word on what it has is not its last.
+    It outlives its parent by some seconds, in which it goes on uploading: until then the server's word on what it has is not its last.
     """
-    logs = {str(path.resolve()) for run_dir in run_dirs(folder, run_id) for path in run_dir.glob("*.wandb")}
     deadline = time.monotonic() + timeout_s
-    while logs and _is_written_by_others(logs) and time.monotonic() < deadline:
+    while any(_is_orphan(process) for process in Path("/proc").glob("[0-9]*")) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def _is_written_by_others(logs: set[str]) -> bool:
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or is another user's
-            if b"wandb-core" not in (process / "cmdline").read_bytes():
-                continue
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent != os.getpid() and any(os.readlink(handle) in logs for handle in (process / "fd").iterdir()):
-                return True
-    return False
+def _is_orphan(process: Path) -> bool:
+    """Whether it is a wandb-core whose parent, which it is told with `--pid`, has ended."""
+    try:
+        if process.stat().st_uid != os.getuid():
+            return False
+        arguments = (process / "cmdline").read_bytes().split(b"\0")
+        parent = Path("/proc") / arguments[arguments.index(b"--pid") + 1].decode()
+        return b"wandb-core" in arguments[0] and not _is_running(parent)
+    except (OSError, ValueError, IndexError):  # it has ended meanwhile, or is something else
+        return False
+
+
+def _is_running(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def past(folder: Path, run_id: str, attempt: int | None = None) -> Past:
