@@ -44,7 +44,9 @@ class Plan:
     per_process: int = 8
     interval_s: float = 0.5
     window_s: float = 0.5
-    deadline_s: float = 5.0
+    deadline_s: float = 3.0
+    quiet_s: float = 15.0
+    """When no row came for so long in the end, none will: longer than a busy Collector needs for a window, and than a row's deadline."""
     seed: int = 0
 
 
@@ -56,6 +58,15 @@ class Course:
     ranks_killed: list[tuple[RankProcess, float]] = field(default_factory=list)
     replayed: int = 0
     drained: bool = False
+    slowest_restart_s: float = 0.0
+
+    def restart(self, server: Server, down_s: float) -> None:
+        """Start a dead server again."""
+        time.sleep(down_s)
+        began = time.monotonic()
+        server.start()
+        server.wait_healthy()
+        self.slowest_restart_s = max(self.slowest_restart_s, time.monotonic() - began)
 
 
 def run(plan: Plan, folder: Path) -> dict[str, Any]:
@@ -69,7 +80,7 @@ def run(plan: Plan, folder: Path) -> dict[str, Any]:
     started = time.monotonic()
     try:
         tiers.start()
-        job = Job(tiers.endpoints[0], plan.ranks, plan.steps, plan.series, plan.interval_s, plan.window_s, time.time() + 1.0, queue_bytes=64 << 10)
+        job = Job(tiers.endpoints[0], plan.ranks, plan.steps, plan.series, plan.interval_s, plan.window_s, time.time() + 1.0, queue_bytes=256 << 10)
         processes += processes_of(folder, job, plan.per_process)
         course = _run(plan, tiers, processes, folder)
     finally:
@@ -94,52 +105,57 @@ def _run(plan: Plan, tiers: Tiers, processes: Sequence[RankProcess], folder: Pat
         if process.process.wait(300):
             raise RuntimeError(f"ranks {process.ranks} ended with {process.process.returncode}; see {folder}/ranks{process.first}.log")
     course.replayed = _replay(tiers.endpoints[0], folder)
-    course.drained = tiers.drain(120.0)
+    course.drained = settle(tiers, folder / "rows.jsonl", plan.quiet_s)
     return course
+
+
+def settle(tiers: Tiers, rows: Path, quiet_s: float, timeout_s: float = 400.0) -> bool:
+    """Wait until no row comes any more. An exporter that was restarted takes a Collector that works off its queues for a quiet one."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        before = rows.stat().st_size if rows.exists() else 0
+        drained = tiers.drain(60.0)
+        time.sleep(quiet_s)
+        if drained and before == rows.stat().st_size:
+            return True
+    return False
 
 
 def _kill(victim: str, tiers: Tiers, processes: Sequence[RankProcess], course: Course, chance: random.Random) -> None:
     course.kills[victim] += 1
     down_s = chance.choice([0.0, 0.5, 2.0])
     if victim in tiers.servers:
-        _kill_server(tiers.servers[victim], down_s)
+        _die(tiers.servers[victim].process)
+        course.restart(tiers.servers[victim], down_s)
         return
     process = chance.choice([process for process in processes if process.process is not None and process.process.poll() is None] or list(processes))
     assert process.process is not None, "all are started before the first kill"
     if victim == "ranks":
         course.ranks_killed.append((process, time.time()))
-        process.process.kill()
-        process.process.wait()
+        _die(process.process)
         time.sleep(down_s)
         process.start()
         return
     collector = tiers.servers["collector"]
-    assert collector.process is not None, "started"
-    collector.process.kill()
-    collector.process.wait()
-    time.sleep(down_s)
+    _die(collector.process)
     process.process.send_signal(signal.SIGTERM)
     process.process.wait()
-    collector.start()
     process.start()
-    collector.wait_healthy()
+    course.restart(collector, down_s)
 
 
-def _kill_server(server: Server, down_s: float) -> None:
-    assert server.process is not None, "started"
-    server.process.kill()
-    server.process.wait()
-    time.sleep(down_s)
-    server.start()
-    server.wait_healthy()
+def _die(process: subprocess.Popen[bytes] | None) -> None:
+    assert process is not None, "all are started before the first kill"
+    process.kill()
+    process.wait()
 
 
 def _replay(endpoint: str, folder: Path) -> int:
     """Send what the ranks left on disk; how many packets."""
     if not any((folder / "spool" / RUN_ID).glob("*")):
         return 0
-    command = [sys.executable, "-m", "otel_forge.cli", "replay", RUN_ID, "--endpoint", endpoint, "--json"]
-    done = subprocess.run(command, env=os.environ | {"OTEL_FORGE_STATE_DIR": str(folder)}, capture_output=True, text=True, check=True, timeout=120)
+    command = [sys.executable, "-m", "otel_forge.cli", "replay", RUN_ID, "--endpoint", endpoint, "--timeout", "300", "--json"]
+    done = subprocess.run(command, env=os.environ | {"OTEL_FORGE_STATE_DIR": str(folder)}, capture_output=True, text=True, check=True, timeout=400)
     return int(json.loads(done.stdout)[RUN_ID]["delivered"])
 
 
@@ -153,7 +169,8 @@ def judge(plan: Plan, rows: Sequence[dict[str, Any]], course: Course) -> dict[st
     exact = [step for step, row in newest.items() if not _named(row) and not _is_wrong(plan, row)]
     return {
         "ranks": plan.ranks, "steps": plan.steps, "series": plan.series, "kills": dict(course.kills), "drained": course.drained,
-        "replayed_packets": course.replayed, "rows": len(newest), "revisions": len(rows), "exact_rows": len(exact),
+        "replayed_packets": course.replayed, "slowest_restart_s": round(course.slowest_restart_s, 1),
+        "rows": len(newest), "revisions": len(rows), "exact_rows": len(exact),
         "exact_series_steps": len(exact) * plan.series, "series_steps": plan.steps * plan.series,
         "marked_rows": len({step for step, _ in named}), "named_rank_steps": len(named),
         "wrong": sum(_is_wrong(plan, row) for row in rows),

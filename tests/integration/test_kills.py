@@ -15,7 +15,7 @@ from tests.ranks import Job, RankProcess, expected
 
 def test_servers_and_ranks_killed_at_random_moments_cost_no_value_unnoticed(tmp_path: Path) -> None:
     """Every kind of victim once; the seed decides when."""
-    result = run(Plan(ranks=8, steps=24, series=5, kills=len(VICTIMS), per_process=4, interval_s=0.3, seed=1), tmp_path)
+    result = run(Plan(ranks=8, steps=24, series=5, kills=len(VICTIMS), per_process=4, interval_s=0.3, quiet_s=4.0, seed=1), tmp_path)
     assert is_sound(result), result
     assert result["kills"] == dict.fromkeys(VICTIMS, 1)
     assert (result["rows"], result["exact_rows"] + result["marked_rows"]) == (24, 24)
