@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.kills import settle
 from tests.ranks import Job, RankProcess, expected, processes_of
 
 CATCH_UP_S = 60.0
+"""Twice as long as an outbox waits at most before it tries a backend again."""
 
 
 class Fragile:
@@ -101,7 +102,7 @@ def run(plan: Plan, folder: Path) -> dict[str, Any]:
             assert process.process is not None, "started above"
             process.process.wait(300)
         drained = settle(tiers, folder / "rows.jsonl", plan.quiet_s)
-        settle(tiers, folder / "fragile.jsonl", plan.quiet_s)
+        _until(lambda: len(read(folder / "fragile.jsonl")) >= len(read(folder / "rows.jsonl")))
     finally:
         for process in processes:
             process.stop()
@@ -126,6 +127,7 @@ def _outages(plan: Plan, tiers: Tiers, folder: Path, job: Job) -> bool:
     before = len(read(folder / "rows.jsonl"))
     (folder / "down").touch()
     time.sleep(plan.backend_s)
+    _until(lambda: len(read(folder / "rows.jsonl")) > before)
     during = len(read(folder / "rows.jsonl"))
     (folder / "down").unlink()
     return during > before
@@ -135,8 +137,12 @@ def _catch_up(plan: Plan, folder: Path, job: Job) -> None:
     """Let the rows of the steps up to now be written, so that outages do not add up: a step that is sent anew may overtake a queue."""
     time.sleep(plan.between_s)
     due = min(job.steps, int((time.time() - job.start_unix) / job.interval_s))
+    _until(lambda: len({row["step"] for row in read(folder / "rows.jsonl")} & set(range(due))) >= due)
+
+
+def _until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + CATCH_UP_S
-    while time.monotonic() < deadline and len({row["step"] for row in read(folder / "rows.jsonl")} & set(range(due))) < due:
+    while time.monotonic() < deadline and not condition():
         time.sleep(0.1)
 
 

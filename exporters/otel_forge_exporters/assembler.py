@@ -329,7 +329,9 @@ class Assembler:
         for row_id in done:
             state = self._open.pop(row_id)
             self._attention.pop(row_id, None)
-            closed[row_id] = self._closed[row_id] = Tombstone.of(self._worlds(row_id, state), _heard(state))
+            missing = set(state.written.ranks_missing) if state.written is not None else set()
+            told = {member for member in _heard(state) if member_name(member) not in missing}
+            closed[row_id] = self._closed[row_id] = Tombstone.of(self._worlds(row_id, state), told)
         while len(self._closed) > REMEMBERED_ROWS:
             del self._closed[next(iter(self._closed))]
         return closed

@@ -18,13 +18,13 @@ class Tombstone:
     worlds: tuple[tuple[int, int], ...]
     """(replica, world size) of each replica of which a member was there."""
     absent: frozenset[int] = frozenset()
-    """Ranked members of these worlds that were never heard of."""
+    """Ranked members of these worlds that its newest revision names as missing."""
     tasks: frozenset[str] = frozenset()
     """Members without a rank that were heard of."""
 
     @classmethod
     def of(cls, worlds: Mapping[int, int], heard: Iterable[MemberId]) -> Tombstone:
-        """The tombstone of a row that has heard of these members."""
+        """The tombstone of a row whose newest revision has these members, or names them as doubtful."""
         members = set(heard)
         everyone = {member_id(replica, rank) for replica, world in worlds.items() for rank in range(world)}
         tasks = frozenset(member for member in members if isinstance(member, str))
