@@ -9,7 +9,8 @@ What must hold of every revision of every row that is ever written:
 - no packet is counted twice, and none of another row;
 - a row without a mark holds every packet of every rank of its world; else each rank that is not whole is named;
 - revisions count up by one, none is written twice with other contents, and none covers fewer ranks than the one before;
-- in the end, where no rank lost a packet and no gateway reduces, every row is whole.
+- in the end, where no rank lost a packet and no gateway reduces, every row is whole; or it was closed before, and names who came later, with the
+  values of when it was closed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from otel_forge_exporters.assembler import Assembler, Revision
 from otel_forge_exporters.decode import Control, RowId, Sender, Unit, _count_members, member_name
 from otel_forge_exporters.rows import Row
+from otel_forge_exporters.tombstones import from_text
 from otel_forge_exporters.values import Sum
 
 from otel_forge import wire
@@ -105,37 +107,42 @@ class Window:
 class Exporter:
     """The real assembler, and the tables of the spool around it."""
 
-    def __init__(self, violations: list[str]) -> None:
+    def __init__(self, violations: list[str], *, divides: bool) -> None:
         self.violations = violations
-        self.payloads: list[list[Unit]] = []
+        self.divides = divides
+        self.payloads: list[tuple[list[Unit], set[RowId]]] = []
+        """The inbox: units, and the rows that still need them."""
         self.controls: list[Control] = []
         self.revisions: dict[tuple[RowId, int], Row] = {}
         self.newest: dict[RowId, Revision] = {}
-        self.closed: set[RowId] = set()
+        self.closed: dict[RowId, str] = {}
+        """Row → its tombstone, as it is stored."""
         self.now = 0.0
         self.assembler = self._new()
 
     def _new(self) -> Assembler:
-        return Assembler(deadline_s=DEADLINE_S, horizon_s=HORIZON_S, grace_s=GRACE_S)
+        times = {"deadline_s": DEADLINE_S, "horizon_s": HORIZON_S, "grace_s": GRACE_S}
+        return Assembler(**times, divides=self.divides, recall=lambda row_id: self.newest[row_id].row)
 
     def crash(self) -> None:
         """kill -9 and start again: as `Service._recover`."""
         self.assembler = self._new()
-        for row_id in self.closed:
-            self.assembler.mark_closed(row_id)
+        for row_id, tombstone in self.closed.items():
+            self.assembler.mark_closed(row_id, from_text(tombstone))
         for row_id, revision in self.newest.items():
             if row_id not in self.closed:
                 self.assembler.restore(revision)
         for control in self.controls:
             self.assembler.control(control, self.now)
-        for units in self.payloads:
-            for unit in units:
-                self.assembler.add(dataclasses.replace(unit), self.now)
+        payloads, self.payloads = self.payloads, []
+        for units, _ in payloads:
+            self.take(units)
 
     def take(self, units: list[Unit]) -> None:
-        self.payloads.append(units)
-        for unit in units:
-            self.assembler.add(unit, self.now)
+        """Units are read from stored bytes: what the assembler does to them is gone after a crash."""
+        needed = {unit.row for unit in units if self.assembler.add(dataclasses.replace(unit), self.now)}
+        if needed:
+            self.payloads.append((units, needed))
 
     def control(self, control: Control) -> None:
         self.controls.append(control)
@@ -153,8 +160,8 @@ class Exporter:
             self.crash()
             return
         closed = self.assembler.close_due(self.now)
-        self.closed.update(closed)
-        self.payloads = [units for units in self.payloads if not all(unit.row in self.closed for unit in units)]
+        self.closed |= {row_id: tombstone.to_text() if tombstone else "" for row_id, tombstone in closed.items()}
+        self.payloads = [(units, left) for units, needed in self.payloads if (left := needed - closed.keys())]
 
     def _store(self, revision: Revision) -> None:
         key = (revision.row_id, revision.row.revision)
@@ -165,6 +172,8 @@ class Exporter:
             self.violations.append("a revision was left out")
         if before and revision.row.ranks_reporting < before.row.ranks_reporting:
             self.violations.append("a revision covers less than the one before")
+        if before and revision.row_id in self.closed and revision.row.metrics != before.row.metrics:
+            self.violations.append("values of a closed row changed")
         self.revisions[key] = revision.row
         self.newest[revision.row_id] = revision
 
@@ -177,7 +186,7 @@ class Schedule:
         choice = self.random.choice
         self.violations: list[str] = []
         self.shape = choice(["direct", "single", "single", "forward", "reduce"])
-        self.exporter = Exporter(self.violations)
+        self.exporter = Exporter(self.violations, divides=self.shape == "reduce")
         self.windows = [Window() for _ in range({"direct": 1, "single": 1}.get(self.shape, choice([2, 3])))]
         self.gateway = Window()
         self.forwarded: list[tuple[str, Payload]] = []
@@ -302,8 +311,8 @@ class Schedule:
         self.exporter.look(dies=lambda: self._happens(self.kill))
 
     def wait(self) -> None:
-        """Time passes: usually little, at times past the deadline, seldom past what a settled row is kept for."""
-        self.exporter.now += self.random.choice([0.1, 0.1, 1.0, 1.0, 4.0, 11.0, 61.0])
+        """Time passes: usually little, at times past the deadline, seldom past what a row is kept for."""
+        self.exporter.now += HORIZON_S if self.random.random() < 0.02 else self.random.choice([0.1, 0.1, 1.0, 1.0, 4.0, 11.0, 61.0])
 
     def leave(self) -> None:
         """A member says that it is done, whether or not all its packets have arrived."""
@@ -358,8 +367,12 @@ class Schedule:
             newest = self.exporter.newest.get(row_id)
             if self.shape == "reduce" or row_id in self.lost:
                 continue
-            if newest is None or newest.row.ranks_reporting < packets[0].world:
+            if newest is None or newest.row.ranks_reporting + self._late(newest) < packets[0].world:
                 self.violations.append("a row is not whole although nothing was lost")
+
+    def _late(self, newest: Revision) -> int:
+        """How many ranks a row names that came after it was closed."""
+        return len(newest.row.ranks_doubtful) if newest.row_id in self.exporter.closed else 0
 
     def _check_row(self, row: Row, packets: list[Packet]) -> None:
         counted: set[int] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from otel_forge import wire
@@ -16,7 +16,8 @@ from otel_forge_exporters.cover import Candidate, Cover
 from otel_forge_exporters.decode import MAX_WORLD, Control, MemberId, RowId, Sender, Unit, member_id, member_name
 from otel_forge_exporters.rows import Row
 from otel_forge_exporters.stragglers import step_metrics, step_parts, straggler
-from otel_forge_exporters.values import reduce_values
+from otel_forge_exporters.tombstones import Tombstone, marked
+from otel_forge_exporters.values import divided, reduce_values
 
 logger = logging.getLogger("otel_forge.exporter")
 
@@ -75,18 +76,34 @@ class _Group:
 class Assembler:
     """All open rows of all runs."""
 
-    def __init__(self, *, deadline_s: float, horizon_s: float, grace_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        horizon_s: float,
+        grace_s: float,
+        divides: bool = False,
+        recall: Callable[[RowId], Row | None] = lambda row_id: None,
+    ) -> None:
         """`deadline_s`: after it an incomplete row is written. `horizon_s`: after it an incomplete row is closed.
 
         `grace_s`: how long values may still be under way when their member has said that it is done.
+        `divides`: gateways reduce, so that a unit may hold one partial several times; it is divided then.
+        `recall`: the newest revision of a closed row, None when it is not kept any more.
         """
+        self._divides = divides
+        self._recall = recall
         self._deadline_s = deadline_s
         self._horizon_s = horizon_s
         self._grace_s = grace_s
         self._open: dict[RowId, _Open] = {}
         self._attention: dict[RowId, None] = {}
         """Open rows that are unwritten or have new units: all that `due` looks at."""
-        self._closed: dict[RowId, None] = {}
+        self._closed: dict[RowId, Tombstone | None] = {}
+        self._late: dict[RowId, set[MemberId]] = {}
+        """Closed rows, and members that they had not heard of."""
+        self._marked: dict[RowId, Tombstone | None] = {}
+        """Closed rows with a tombstone that is not stored yet."""
         self._groups: dict[tuple[str, str, int], _Group] = {}
         self._restored: dict[RowId, tuple[Row, frozenset[str]]] = {}
         self.late_units = 0
@@ -98,15 +115,15 @@ class Assembler:
         """Tell of a revision that an earlier process stored: it is not made again, and later ones count on from it."""
         self._restored[revision.row_id] = (revision.row, revision.chosen)
 
-    def mark_closed(self, row_id: RowId) -> None:
+    def mark_closed(self, row_id: RowId, tombstone: Tombstone | None = None) -> None:
         """Tell of a row that an earlier process closed."""
-        self._closed[row_id] = None
+        self._closed[row_id] = tombstone
 
     def add(self, unit: Unit, now: float) -> bool:
-        """Take a unit. False when it is known already, or its row is closed."""
+        """Take a unit. False when it is known already, or its row is closed and knows its members."""
         if unit.row in self._closed:
             self.late_units += 1
-            return False
+            return self._take_late(unit)
         state = self._open.get(unit.row)
         if state is None:
             state = self._open[unit.row] = _Open(now, now)
@@ -121,8 +138,22 @@ class Assembler:
         self._take(state, unit)
         return True
 
+    def _take_late(self, unit: Unit) -> bool:
+        """A unit of a closed row: its values are in none, but who is new is named in the row's next revision."""
+        tombstone = self._closed[unit.row]
+        new = {member for member in unit.members if tombstone is not None and unit.consistent and tombstone.is_new(member)}
+        group = self._group(unit.row)
+        for member in new - self._late.get(unit.row, set()):
+            group.rows_of[member] = group.rows_of.get(member, 0) + 1
+        if new:
+            self._late.setdefault(unit.row, set()).update(new)
+        return bool(new)
+
+    def _group(self, row_id: RowId) -> _Group:
+        return self._groups.setdefault((row_id.run_id, row_id.role, row_id.attempt), _Group())
+
     def _take(self, state: _Open, unit: Unit) -> None:
-        group = self._groups.setdefault((unit.row.run_id, unit.row.role, unit.row.attempt), _Group())
+        group = self._group(unit.row)
         for replica, world in unit.worlds.items():
             if sum(state.worlds.values()) + world <= MAX_WORLD:
                 state.worlds[replica] = max(world, state.worlds.get(replica, 0))
@@ -131,7 +162,8 @@ class Assembler:
             state.inconsistent = True
             logger.warning("run %s, step %d: a payload's contributors do not add up; its values are left out", unit.row.run_id, unit.row.step)
             return
-        if any(count != 1 for count in unit.members.values()):
+        times = set(unit.members.values())
+        if times != {1} and not (self._divides and len(times) == 1 and _divide(unit, times.pop())):
             state.spoiled |= unit.members.keys()
             return
         members = frozenset(unit.members)
@@ -182,11 +214,12 @@ class Assembler:
                 del self._attention[row_id]
             if revision is not None:
                 revisions.append(revision)
+        revisions += [revision for row_id in list(self._late) if (revision := self._mark(row_id)) is not None]
         return sorted(revisions, key=lambda revision: (revision.row_id.attempt, revision.row_id.step, revision.row_id.occurrence))
 
     def _consider(self, row_id: RowId, state: _Open, *, late: bool, now: float) -> Revision | None:
-        group = self._groups[row_id.run_id, row_id.role, row_id.attempt]
-        worlds = {**group.worlds, **state.worlds}
+        group = self._group(row_id)
+        worlds = self._worlds(row_id, state)
         if state.written is None and not late and not self._may_be_complete(state, group, sum(worlds.values()), now):
             return None
         chosen = {part: cover.choose(state.chosen) for part, cover in state.covers.items()}
@@ -205,6 +238,14 @@ class Assembler:
         row, start_unix = self._row(row_id, state, ids, covered, absent)
         state.written, state.chosen, state.covered, state.complete = row, ids, covered, not absent
         return Revision(row_id, row, ids, start_unix)
+
+    def _mark(self, row_id: RowId) -> Revision | None:
+        """The revision of a closed row that names who came too late: the same values, chosen from nothing new."""
+        late, tombstone, row = self._late.pop(row_id), self._closed.get(row_id), self._recall(row_id)
+        if tombstone is not None:
+            self._closed[row_id] = self._marked[row_id] = tombstone.with_members(late)
+        next_row = marked(row, _sorted(late)) if row is not None else None
+        return Revision(row_id, next_row, frozenset(), next_row.time_unix) if next_row is not None else None
 
     def _may_be_complete(self, state: _Open, group: _Group, expected: int, now: float) -> bool:
         """A cheap test before the choice: enough members were heard of."""
@@ -244,8 +285,7 @@ class Assembler:
 
     def _row(self, row_id: RowId, state: _Open, ids: frozenset[str], covered: frozenset[MemberId], absent: set[int]) -> tuple[Row, float]:
         reduced = reduce_values(state.units[unit_id].values for unit_id in sorted(ids))
-        heard = {member for cover in state.covers.values() for member in cover.heard_members()} | state.spoiled
-        doubtful = {member for member in heard if member not in covered}
+        doubtful = _heard(state) - covered
         metrics, parts = reduced.metrics, reduced.parts
         if state.inconsistent:
             metrics["forge/inconsistent"], parts["forge/inconsistent"] = 1, ("max",)
@@ -278,20 +318,26 @@ class Assembler:
 
     # --- closing ----------------------------------------------------------------------------------------------------
 
-    def close_due(self, now: float) -> list[RowId]:
-        """Rows that are done for good; forget their units."""
+    def close_due(self, now: float) -> dict[RowId, Tombstone | None]:
+        """Rows that are done for good, and those of them that were marked since, with what is kept of each; forget their units."""
         done = [
             row_id
             for row_id, state in self._open.items()
             if state.written is not None and now - state.changed >= (SETTLED_S if state.complete else self._horizon_s)
         ]
+        closed, self._marked = self._marked, {}
         for row_id in done:
-            del self._open[row_id]
+            state = self._open.pop(row_id)
             self._attention.pop(row_id, None)
-            self._closed[row_id] = None
+            missing = set(state.written.ranks_missing) if state.written is not None else set()
+            told = {member for member in _heard(state) if member_name(member) not in missing}
+            closed[row_id] = self._closed[row_id] = Tombstone.of(self._worlds(row_id, state), told)
         while len(self._closed) > REMEMBERED_ROWS:
             del self._closed[next(iter(self._closed))]
-        return done
+        return closed
+
+    def _worlds(self, row_id: RowId, state: _Open) -> dict[int, int]:
+        return {**self._group(row_id).worlds, **state.worlds}
 
     def everything_came(self) -> bool | None:
         """Whether every member has said that it is done and all that it flushed is here; None when some member has not said so."""
@@ -310,6 +356,20 @@ def _learn(group: _Group, replica: int, world: int) -> None:
     """Remember a replica's world; more than MAX_WORLD members of one role are not believed, because every missing one would be listed."""
     if replica not in group.worlds and sum(group.worlds.values()) + world <= MAX_WORLD:
         group.worlds[replica] = world
+
+
+def _heard(state: _Open) -> set[MemberId]:
+    return {member for cover in state.covers.values() for member in cover.heard_members()} | state.spoiled
+
+
+def _divide(unit: Unit, times: int) -> bool:
+    """Make once of a unit what it holds so many times; False, and nothing is changed, when some sum shows that it does not."""
+    try:
+        unit.values = {key: divided(found, times) for key, found in unit.values.items()}
+    except ValueError:
+        return False
+    unit.members = dict.fromkeys(unit.members, 1)
+    return True
 
 
 def _sorted(members: Iterable[MemberId]) -> list[MemberId]:

@@ -25,6 +25,7 @@ from otel_forge.delivery import Lane, Packet
 from otel_forge.errors import ConfigError
 from otel_forge.otlp_http import Poster
 from otel_forge.spill import SpillStore
+from otel_forge_exporters import tombstones
 from otel_forge_exporters.assembler import Assembler, Revision, rank_row, with_attempt
 from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.decode import Control, Decoded, RowId, Sender, StreamValue, Unit, decode
@@ -105,7 +106,10 @@ class Service:
         self._aside = state_dir / "undecodable" if state_dir else None
         self._spool = Spool(state_dir / "spool.sqlite" if state_dir else None)
         self._grace_s = 2 * config.collector.window_s + 1.0 if state_dir else 0.0
-        self._assembler = Assembler(deadline_s=config.collector.row_deadline_s, horizon_s=config.collector.amend_horizon_s, grace_s=self._grace_s)
+        self._assembler = Assembler(
+            deadline_s=config.collector.row_deadline_s, horizon_s=config.collector.amend_horizon_s, grace_s=self._grace_s,
+            divides=config.collector.gateway == "reduce", recall=self._recall,
+        )  # fmt: skip
         self._traces = _trace_lane(trace_endpoint)
         self._stragglers = StragglerWatch()
         self._roots = StepSpans(self._send_spans, deadline_s=config.collector.row_deadline_s, every=config.tracing.every)
@@ -250,12 +254,11 @@ class Service:
     # --- the thread -----------------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        for closed in self._spool.closed_rows():
-            self._assembler.mark_closed(_row_id(closed))
+        for closed, tombstone in self._spool.closed_rows():
+            self._assembler.mark_closed(_row_id(closed), tombstones.from_text(tombstone))
         for stored in self._spool.last_revisions():
             row_id = _row_id(stored.row_id or "")
-            row = dataclasses.replace(from_stored(stored.row), attempt=row_id.attempt)
-            self._assembler.restore(Revision(row_id, row, frozenset(json.loads(stored.chosen or "[]"))))
+            self._assembler.restore(Revision(row_id, _with_token(stored.row, row_id), frozenset(json.loads(stored.chosen or "[]"))))
         now = self._clock()
         for run_id, kind, member, body in self._spool.controls():
             self._take_control(_control(run_id, kind, member, json.loads(body)), now, store=False)
@@ -267,6 +270,10 @@ class Service:
         self._recovered = bool(payloads or self._spool.run_ids())
         if payloads:
             logger.info("%d stored payloads of an earlier process were taken up", len(payloads))
+
+    def _recall(self, row_id: RowId) -> Row | None:
+        stored = self._spool.newest_row(pack_row_id(dataclasses.astuple(row_id)))
+        return _with_token(stored, row_id) if stored is not None else None
 
     def _loop(self) -> None:
         while True:
@@ -403,7 +410,8 @@ class Service:
 
     def _write_due(self) -> None:
         now = self._clock()
-        self._owed += self._assembler.due(now)
+        if not self._owed:  # a revision counts on from the stored one before it
+            self._owed = self._assembler.due(now)
         self._store_rows([])
         if self._owed:
             self._counts["rows"] += self._spool.add_revisions([self._stored_revision(revision) for revision in self._owed])
@@ -418,7 +426,9 @@ class Service:
             self._last_close = now
             self._roots.tick(now)
             closed = self._assembler.close_due(now)
-            self._release(closed, [pack_row_id(dataclasses.astuple(row_id)) for row_id in closed])
+            self._release(
+                list(closed), [(pack_row_id(dataclasses.astuple(row_id)), stone.to_text() if stone else "") for row_id, stone in closed.items()]
+            )
             self._end_runs(now)
 
     def _stored_revision(self, revision: Revision) -> tuple[str, str, str, int, str, str, str]:
@@ -435,7 +445,7 @@ class Service:
             self._ordinals[key] = self._spool.attempt_ordinal(run_id, token)
         return self._ordinals[key]
 
-    def _release(self, row_ids: list[Any], closed: list[str] | None = None) -> None:
+    def _release(self, row_ids: list[Any], closed: list[tuple[str, str]] | None = None) -> None:
         """Forget payloads that no row needs any more."""
         free = []
         for row_id in row_ids:
@@ -548,6 +558,11 @@ def _update_info(info: RunInfo, body: Mapping[str, Any]) -> None:
 def _control(run_id: str, kind: str, member: str, body: Mapping[str, Any]) -> Control:
     role, replica, rank, world_size, attempt, nonce = json.loads(member)
     return Control(kind, Sender(run_id, role, replica, rank, world_size, attempt, nonce), body)
+
+
+def _with_token(stored: str, row_id: RowId) -> Row:
+    """A stored row with the attempt as the wire has it."""
+    return dataclasses.replace(from_stored(stored), attempt=row_id.attempt)
 
 
 def _row_id(text: str) -> RowId:

@@ -20,7 +20,7 @@ from otel_forge.errors import StateError
 
 logger = logging.getLogger("otel_forge.exporter")
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 8 << 30
 """A spool of this size takes nothing more: senders are told to come again."""
 MAX_PARAMETERS = 500
@@ -33,11 +33,20 @@ CREATE TABLE revisions (
     row_id TEXT, chosen TEXT, row TEXT NOT NULL, UNIQUE (run_id, row_key, revision));
 CREATE INDEX revisions_of_mode ON revisions (run_id, mode, seq);
 CREATE TABLE cursors (run_id TEXT NOT NULL, backend TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (run_id, backend));
-CREATE TABLE closed (row_id TEXT PRIMARY KEY);
+CREATE INDEX revisions_of_row ON revisions (row_id);
+CREATE TABLE closed (row_id TEXT PRIMARY KEY, tombstone TEXT NOT NULL DEFAULT '');
 CREATE TABLE controls (run_id TEXT NOT NULL, kind TEXT NOT NULL, member TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (run_id, kind, member));
 CREATE TABLE attempts (run_id TEXT NOT NULL, token INTEGER NOT NULL, ordinal INTEGER NOT NULL, PRIMARY KEY (run_id, token));
 CREATE TABLE finished (run_id TEXT PRIMARY KEY, exit_code INTEGER);
 """
+
+_MIGRATIONS = {
+    1: """
+ALTER TABLE closed ADD COLUMN tombstone TEXT NOT NULL DEFAULT '';
+CREATE INDEX revisions_of_row ON revisions (row_id);
+""",
+}
+"""What makes the next version of a version; each runs in one transaction, so that a crash leaves the one or the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,10 @@ class Spool:
     """The tables. Every method may be called from any thread; each is one short transaction."""
 
     def __init__(self, path: Path | None) -> None:
-        """Open or create it. A file that is damaged is set aside with a message; raises StateError when there can be none at all."""
+        """Open or create it; a file of an older version is migrated. A file that is damaged is set aside with a message.
+
+        Raises StateError when there can be none at all, or the file is of a newer version.
+        """
         self._lock = threading.Lock()
         self._path = path
         self._bytes = 0
@@ -86,18 +98,27 @@ class Spool:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={VERSION}; COMMIT;")
-            elif version != VERSION:
-                raise StateError(
-                    f"the spool {self._path} was written by another version ({version}, this one writes {VERSION}): use that one, or move it away"
-                )
+            self._check_version(version)
             problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if problem != "ok":
                 raise sqlite3.DatabaseError(problem)
+            for older in range(version or VERSION, VERSION):
+                db.executescript(f"BEGIN; {_MIGRATIONS[older]} PRAGMA user_version={older + 1}; COMMIT;")
+                logger.info("the spool %s was brought from version %d to %d", self._path, older, older + 1)
             self._bytes = db.execute("SELECT coalesce(sum(length(body)), 0) FROM inbox").fetchone()[0]
         except BaseException:
             db.close()
             raise
         return db
+
+    def _check_version(self, version: int) -> None:
+        if version > VERSION:
+            raise StateError(
+                f"the spool {self._path} was written by a newer version of otel-forge ({version}, this one knows up to {VERSION}): "
+                "use that one, or move the file away"
+            )
+        if version < 0:
+            raise StateError(f"the spool {self._path} is of version {version}, which no otel-forge has written: move the file away")
 
     @property
     def is_durable(self) -> bool:
@@ -127,20 +148,20 @@ class Spool:
         with self._lock:
             return self._db.execute("SELECT id, body FROM inbox ORDER BY id").fetchall()
 
-    def forget(self, ids: Sequence[int], closed: Sequence[str] = ()) -> None:
-        """Drop payloads that no open row needs, and remember rows as closed."""
+    def forget(self, ids: Sequence[int], closed: Sequence[tuple[str, str]] = ()) -> None:
+        """Drop payloads that no open row needs, and remember rows as closed: (row id, tombstone) each."""
         if not ids and not closed:
             return
         with self._lock, self._transaction():
             for payload_id in ids:
                 freed = self._db.execute("DELETE FROM inbox WHERE id = ? RETURNING length(body)", (payload_id,)).fetchone()
                 self._bytes -= freed[0] if freed else 0
-            self._db.executemany("INSERT OR IGNORE INTO closed VALUES (?)", [(row_id,) for row_id in closed])
+            self._db.executemany("INSERT OR REPLACE INTO closed VALUES (?, ?)", closed)
 
-    def closed_rows(self) -> list[str]:
-        """Ids of the rows that were closed."""
+    def closed_rows(self) -> list[tuple[str, str]]:
+        """Id and tombstone of the rows that were closed."""
         with self._lock:
-            return [row_id for (row_id,) in self._db.execute("SELECT row_id FROM closed")]
+            return self._db.execute("SELECT row_id, tombstone FROM closed").fetchall()
 
     # --- revisions -----------------------------------------------------------------------------------------------
 
@@ -178,6 +199,12 @@ class Spool:
                    WHERE row_id IS NOT NULL AND row_id NOT IN (SELECT row_id FROM closed) GROUP BY run_id, row_key"""
         with self._lock:
             return [StoredRow(*fields) for fields in self._db.execute(query)]
+
+    def newest_row(self, row_id: str) -> str | None:
+        """The row of the newest revision of a global row, closed or not; None when its run has ended."""
+        with self._lock:
+            found = self._db.execute("SELECT row FROM revisions WHERE row_id=? ORDER BY revision DESC LIMIT 1", (row_id,)).fetchone()
+        return found[0] if found else None
 
     def pending(self, run_id: str, mode: str, seq: int) -> int:
         """How many revisions of a mode come after a sequence number."""

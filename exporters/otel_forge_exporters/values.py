@@ -51,6 +51,46 @@ class Unreadable:
 Value = Histogram | Sum | Limbs | Unreadable
 
 
+def divided(values: Sequence[Value], times: int) -> list[Value]:
+    """The points of one series that hold everything so many times, as points that hold it once.
+
+    Raises ValueError when a count or exact integer shows that they do not.
+    """
+    if any(isinstance(value, Unreadable) for value in values):
+        return list(values)
+    return [_divided(value, times) for value in _merged(values)]
+
+
+def _merged(values: Sequence[Value]) -> list[Value]:
+    sums = [value for value in values if isinstance(value, Sum)]
+    limbs = [value for value in values if isinstance(value, Limbs)]
+    histograms = [value for value in values if isinstance(value, Histogram)]
+    if len(sums) == len(values):
+        return [Sum(_total(value.value for value in sums))]
+    if len(limbs) == len(values):
+        return [Limbs(_added(limbs))]
+    if len(histograms) == len(values) and len({value.bounds for value in histograms}) == 1:
+        return [_merge_histograms(histograms)]
+    raise ValueError("points that cannot be added up")
+
+
+def _divided(value: Value, times: int) -> Value:
+    if isinstance(value, Histogram):
+        buckets = tuple(_whole(count, times) for count in value.buckets)
+        return Histogram(_whole(value.count, times), value.sum / times, value.min, value.max, value.bounds, buckets)
+    if isinstance(value, Sum):
+        return Sum(value.value / times)
+    assert isinstance(value, Limbs), "the rest was taken out"
+    return Limbs({index: _whole(limb, times) for index, limb in value.limbs.items()})
+
+
+def _whole(number: int, times: int) -> int:
+    quotient, rest = divmod(number, times)
+    if rest:
+        raise ValueError(f"{number} is not {times} times a whole number")
+    return quotient
+
+
 @dataclass(frozen=True, slots=True)
 class Reduced:
     """The numbers of one row."""
@@ -208,13 +248,18 @@ def _deviation(n: int, x: Fraction, xx: Fraction) -> tuple[float, Part]:
 
 
 def _integer(values: list[Value], shift: int) -> int:
+    limbs = [value for value in values if isinstance(value, Limbs)]
+    if len(limbs) < len(values):
+        raise TypeError("expected nothing but limbs")
+    return wire.from_limbs(_added(limbs).items(), shift)
+
+
+def _added(values: Iterable[Limbs]) -> dict[int, int]:
     added: dict[int, int] = {}
     for value in values:
-        if not isinstance(value, Limbs):
-            raise TypeError(f"expected limbs, got a {type(value).__name__}")
         for index, limb in value.limbs.items():
             added[index] = added.get(index, 0) + limb
-    return wire.from_limbs(added.items(), shift)
+    return added
 
 
 def _sqrt(value: Fraction) -> float:

@@ -176,7 +176,10 @@ def measure(load: Load, say: Say) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="otel-forge-bench-") as name:
         folder = Path(name)
         config = folder / "forge.yaml"
-        config.write_text(f"metric_logging: {{jsonl: {{path: {folder}/rows.jsonl}}}}\ncollector: {{window_s: {load.window_s}, row_deadline_s: 60}}\n")
+        config.write_text(
+            f"metric_logging: {{jsonl: {{path: {folder}/rows.jsonl}}}}\n"
+            f"collector: {{window_s: {load.window_s}, row_deadline_s: 60, gateway: {load.gateway}}}\n"
+        )
         tiers = Tiers(folder, config, agents=load.agents if load.tiers == 2 else 0, mode=load.gateway, window_s=load.window_s)
         try:
             tiers.start()

@@ -21,8 +21,17 @@ class Ranks:
     """The ranks of one role; `send(rank, step, records)` gives the payload of one flush."""
 
     def __init__(
-        self, world_size: int, *, role: str = "trainer", run_id: str = "r", attempt: int = 1000, modes: str = "global_reduce", replica: int = 0
+        self,
+        world_size: int,
+        *,
+        role: str = "trainer",
+        run_id: str = "r",
+        attempt: int = 1000,
+        modes: str = "global_reduce",
+        replica: int = 0,
+        window: bool = False,
     ) -> None:
+        """`window`: the packets are for a Collector's window instead of the exporter."""
         self.world_size = world_size
         self.builders = [
             PacketBuilder(
@@ -31,7 +40,7 @@ class Ranks:
                 {},
                 nonce=f"{role}{replica}.{rank}",
                 modes=modes,
-                window=False,
+                window=window,
                 contribute=True,
             )
             for rank in range(world_size)

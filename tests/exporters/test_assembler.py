@@ -7,10 +7,11 @@ import random
 import statistics
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from otel_forge_exporters.assembler import Assembler
-from otel_forge_exporters.decode import decode
+from otel_forge_exporters.decode import RowId, decode
 from otel_forge_exporters.rows import Row
 
 from otel_forge.metrics import Reduce
@@ -22,8 +23,8 @@ DEADLINE_S, GRACE_S = 10.0, 3.0
 class Clocked:
     """An assembler with a clock of the test's own."""
 
-    def __init__(self) -> None:
-        self.assembler = Assembler(deadline_s=DEADLINE_S, horizon_s=3600.0, grace_s=GRACE_S)
+    def __init__(self, **more: Any) -> None:
+        self.assembler = Assembler(deadline_s=DEADLINE_S, horizon_s=3600.0, grace_s=GRACE_S, **more)
         self.now = 0.0
 
     def take(self, payload: bytes) -> None:
@@ -197,6 +198,70 @@ def test_a_payload_that_counts_a_rank_twice_is_left_out_and_named() -> None:
     (row,) = clocked.due(DEADLINE_S)
     assert "loss" not in row.metrics
     assert row.ranks_doubtful == ("0", "1")
+
+
+ALL_KINDS = [(item.value, 3.0, item) for item in Reduce] + [("h", 3.0, Reduce.HISTOGRAM([1.0, 5.0])), ("bad", math.nan, Reduce.MEAN)]
+
+
+@pytest.mark.parametrize("times", [2, 3, 15])
+def test_behind_reducing_gateways_a_partial_that_was_added_up_whole_several_times_counts_once(times: int) -> None:
+    ranks = Ranks(14)
+    packets = [ranks.send(rank, 0, ALL_KINDS) for rank in range(14)]
+    once, several = Clocked(divides=True), Clocked(divides=True)
+    once.take(reduced(packets, "once"))
+    several.take(reduced(packets * times, "several"))
+    (wanted,), (row,) = once.due(), several.due()
+    assert (row.metrics, row.nonfinite, row.ranks_reporting, row.ranks_doubtful) == (wanted.metrics, wanted.nonfinite, 14, ())
+
+
+def test_a_partial_in_which_ranks_count_differently_is_not_divided() -> None:
+    ranks, clocked = Ranks(2), Clocked(divides=True)
+    first = ranks.send(0, 0, mean(1.0))
+    clocked.take(reduced([first, first, ranks.send(1, 0, mean(3.0))], "twice"))
+    (row,) = clocked.due(DEADLINE_S)
+    assert "loss" not in row.metrics
+    assert row.ranks_doubtful == ("0", "1")
+
+
+def test_a_partial_that_says_twice_but_holds_odd_counts_is_not_divided() -> None:
+    """The second packet of rank 0 lost a series on its way: half of what is there would be a wrong number."""
+    ranks, clocked = Ranks(1), Clocked(divides=True)
+    whole, bare = ranks.send(0, 0, mean(1.0)), ranks.send(0, 0, [])
+    clocked.take(reduced([whole, bare], "twice"))
+    (row,) = clocked.due(DEADLINE_S)
+    assert ("loss" in row.metrics, row.ranks_doubtful) == (False, ("0",))
+
+
+def test_a_replica_that_joins_later_is_in_from_then_on_and_one_that_leaves_is_not_waited_for() -> None:
+    """Three copies of a service: the third starts at step 4, the first is done after step 6."""
+    clocked, replicas = Clocked(), [Ranks(1, role="generator", replica=replica) for replica in range(3)]
+    found = []
+    for step in range(9):
+        if step in (0, 4):
+            for replica in replicas[:2] if step == 0 else replicas[2:]:
+                clocked.take(replica.control(0, "hello", {}))
+        here = replicas[: 2 if step < 4 else 3] if step < 7 else replicas[1:]
+        for number, replica in enumerate(here):
+            clocked.take(replica.send(0, step, mean(float(number))))
+        found += [(row.step, row.ranks_reporting, row.metrics["loss"]) for row in clocked.due(0.1)]
+        if step == 6:
+            clocked.take(replicas[0].control(0, "last", {"exit_code": 0}))
+            clocked.now += GRACE_S + 0.1
+    assert found == [(step, 2, 0.5) if step < 4 or step > 6 else (step, 3, 1.0) for step in range(9)]
+
+
+def test_a_copy_that_is_first_heard_of_when_a_row_is_closed_is_named_in_it() -> None:
+    kept: dict[RowId, Row] = {}
+    clocked = Clocked(recall=kept.get)
+    first, second = (Ranks(1, replica=replica) for replica in range(2))
+    clocked.take(first.send(0, 0, mean(1.0)))
+    kept |= {revision.row_id: revision.row for revision in clocked.assembler.due(clocked.now)}
+    clocked.assembler.close_due(clocked.now + 61.0)
+    clocked.take(first.send(0, 0, mean(8.0)))
+    assert clocked.due() == []
+    clocked.take(second.send(0, 0, mean(5.0)))
+    (row,) = clocked.due()
+    assert (row.revision, row.metrics["loss"], row.ranks_reporting, row.ranks_doubtful) == (2, 1.0, 1, ("1.0",))
 
 
 def test_memory_is_given_back_when_rows_are_closed() -> None:

@@ -65,8 +65,8 @@ def test_bytes_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     spool.close()
 
 
-@pytest.mark.parametrize("version", [VERSION - 1 or 7, VERSION + 1])
-def test_another_version_is_refused_and_left_as_it_is(tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize(("version", "words"), [(VERSION + 1, "a newer version"), (-1, "which no otel-forge has written")])
+def test_a_version_that_is_not_known_is_refused_and_left_as_it_is(tmp_path: Path, version: int, words: str) -> None:
     path = tmp_path / "spool.sqlite"
     spool = Spool(path)
     spool.store([b"kept"])
@@ -74,11 +74,93 @@ def test_another_version_is_refused_and_left_as_it_is(tmp_path: Path, version: i
     with sqlite3.connect(path) as db:
         db.execute(f"PRAGMA user_version={version}")
     db.close()
-    with pytest.raises(StateError, match=rf"{path} was written by another version \({version}, this one writes {VERSION}\): .* move it away"):
+    with pytest.raises(StateError, match=rf"{path} (is|was) .*{words}.* move the file away"):
         Spool(path)
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT body FROM inbox").fetchall() == [(b"kept",)]
+        assert db.execute("PRAGMA user_version").fetchone() == (version,)
     db.close()
+
+
+def old_spool(path: Path) -> None:
+    """What the first version's exporter left when it was killed: step 0 closed, step 1 complete, step 2 with rank 0 of 2 only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with sqlite3.connect(path) as db:
+        db.executescript((Path(__file__).parent / "spool_v1.sql").read_text())
+    db.close()
+
+
+def test_a_spool_of_the_first_version_is_migrated_and_its_run_goes_on(tmp_path: Path) -> None:
+    old_spool(tmp_path / "state" / "spool.sqlite")
+    service = Service(
+        load_config({"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}}), state_dir=tmp_path / "state", work_dir=tmp_path
+    )
+    service.start()
+    ranks = Ranks(2)
+    service.accept_metrics(ranks.send(1, 2, mean(7.0)))
+    wait_for(lambda: len(rows_of(tmp_path / "rows.jsonl")) == 3, 10, "the row that was open, and the two that the new file lacks")
+    service.stop(5.0)
+    assert [(row["step"], row["revision"], row["metrics"]["loss"]) for row in rows_of(tmp_path / "rows.jsonl")] == [
+        (0, 1, 2.0),
+        (1, 1, 3.0),
+        (2, 1, 6.0),
+    ]
+    with sqlite3.connect(tmp_path / "state" / "spool.sqlite") as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
+        migrated = {(name, sql) for name, sql in db.execute("SELECT name, sql FROM sqlite_master WHERE type='index' AND sql IS NOT NULL")}
+    db.close()
+    fresh = Spool(None)
+    assert migrated == set(fresh._db.execute("SELECT name, sql FROM sqlite_master WHERE type='index' AND sql IS NOT NULL"))
+    fresh.close()
+
+
+def test_a_migration_that_is_cut_off_leaves_the_old_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "spool.sqlite"
+    old_spool(path)
+    with monkeypatch.context() as patched:
+        patched.setitem(spool_module._MIGRATIONS, 1, spool_module._MIGRATIONS[1] + "INSERT INTO no_such_table VALUES (1);")
+        with pytest.raises(StateError, match="no_such_table"):
+            Spool(path)
+    spool = Spool(path)
+    assert [row_id for row_id, _ in spool.closed_rows()] == ['["r","trainer",1000,0,0]']
+    assert len(spool.payloads()) == 3
+    spool.close()
+
+
+def test_who_comes_after_a_row_was_closed_is_named_in_it_once_also_over_a_restart(tmp_path: Path) -> None:
+    """The values stay; the first revision named the rank as missing, the next one as doubtful. A resend of it makes no third."""
+    now = [0.0]
+    config = load_config(
+        {"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}, "collector": {"row_deadline_s": 2, "amend_horizon_s": 5}}
+    )
+    ranks = Ranks(2)
+    late = ranks.send(1, 0, mean(3.0))
+
+    def start() -> Service:
+        service = Service(config, state_dir=tmp_path / "state", work_dir=tmp_path, clock=lambda: now[0])
+        service.start()
+        return service
+
+    service = start()
+    service.accept_metrics(ranks.send(0, 0, mean(1.0)))
+    now[0] = 3.0
+    wait_for(lambda: len(rows_of(tmp_path / "rows.jsonl")) == 1, 10, "the row without rank 1")
+    now[0] = 20.0
+    wait_for(lambda: len(service._spool.closed_rows()) == 1, 10, "the row to be closed")
+    service.stop(5.0)
+    service = start()
+    for _ in range(2):
+        service.accept_metrics(late)
+        wait_for(lambda: len(rows_of(tmp_path / "rows.jsonl")) == 2, 10, "the revision that names rank 1")
+        now[0] += 2.0
+        wait_for(lambda service=service: not service._spool.payloads(), 10, "the late payload to be given back")  # type: ignore[misc]
+        service.stop(5.0)
+        service = start()
+    service.stop(5.0)
+    first, second = rows_of(tmp_path / "rows.jsonl")
+    assert (first["revision"], first["ranks_missing"], first.get("ranks_doubtful")) == (1, ["1"], None)
+    assert (second["revision"], second.get("ranks_missing"), second["ranks_doubtful"]) == (2, None, ["1"])
+    assert (second["metrics"]["loss"], second["ranks_reporting"]) == (first["metrics"]["loss"], 1) == (1.0, 1)
 
 
 @pytest.mark.parametrize("damage", ["rubbish", "half", "page"])

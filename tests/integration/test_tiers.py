@@ -40,7 +40,8 @@ def start_tiers(tmp_path: Path) -> Iterator[Callable[..., Tiers]]:
     def start(**shape: Any) -> Tiers:
         folder = tmp_path / f"tiers{len(started)}"
         folder.mkdir()
-        (folder / "forge.yaml").write_text(f"metric_logging: {{jsonl: {{path: {folder}/rows.jsonl}}}}\n")
+        gateway = shape.get("mode", "forward")
+        (folder / "forge.yaml").write_text(f"metric_logging: {{jsonl: {{path: {folder}/rows.jsonl}}}}\ncollector: {{gateway: {gateway}}}\n")
         tiers = Tiers(folder, folder / "forge.yaml", **shape)
         started.append(tiers)
         tiers.start()
