@@ -387,13 +387,13 @@ class Pipeline:
         from otel_forge.delivery import DeliveryReport
 
         deadline = time.monotonic() + timeout_s
-        if self._system is not None:
-            self._system.stop()
         if self._relay is not None:
             self._relay.close()
             os.environ.pop(ENV_RELAY, None)
         for pipeline in [*self.roles.values(), self]:
             pipeline.finish(deadline, exit_code if exit_code is not None else self.exit_code)
+        if self._system is not None:  # after the members: one that never flushed is identified, and begins to watch, at its end
+            self._system.stop()
         for others in (self._otel_spans, self._instruments):
             others.shutdown(max(0.1, (deadline - time.monotonic()) / 2))
         if self._sender is None:

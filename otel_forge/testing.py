@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from otel_forge import pipeline
-from otel_forge.config import BackendConfig, CustomConfig, ForgeConfig, LoggingMode
+from otel_forge.config import BackendConfig, CustomConfig, ForgeConfig, LoggingMode, SystemMetricsConfig
 from otel_forge.inprocess import InProcessSender
 
 TIMEOUT_S = 10.0
@@ -102,7 +102,7 @@ def capture(*, strict: bool = True, modes: Sequence[LoggingMode] = (LoggingMode.
     backends: dict[str, BackendConfig] = {
         mode.value: CustomConfig.model_validate({"class": "otel_forge.testing:MemoryBackend", "logging_mode": mode}) for mode in modes
     }
-    config = ForgeConfig(metric_logging=backends)
+    config = ForgeConfig(metric_logging=backends, system_metrics=SystemMetricsConfig(enabled=False))
     captured = Captured()
     pipeline.reset()
     MemoryBackend.kept = []

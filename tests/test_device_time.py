@@ -146,6 +146,9 @@ def test_captures_beside_the_polling_thread_are_never_broken(cuda: FakeCuda) -> 
         graph = cuda.CUDAGraph()
         graph.capture_begin()
         graph.capture_end()
+    deadline = time.monotonic() + 10
+    while cuda.queries == before and time.monotonic() < deadline:
+        time.sleep(0.001)
     stopped.set()
     poller.join()
     timer.stop()
