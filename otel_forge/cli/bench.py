@@ -323,7 +323,8 @@ import json, sys, time
 import torch
 import otel_forge
 from otel_forge import Reduce, record_metric
-steps, block, size, products = (int(argument) for argument in sys.argv[1:])
+steps, block, size, products = (int(argument) for argument in sys.argv[1:5])
+spans = len(sys.argv) > 5
 torch.set_num_threads(1)
 a = torch.randn(size, size)
 otel_forge.init()
@@ -338,9 +339,14 @@ for number in range(steps // block):
         for _ in range(products):
             torch.tanh(a @ a)
         if on:
-            for key in range(10):
-                for _ in range(20):
-                    record_metric(f"key{key}", 1.5)
+            if spans:
+                for _ in range(200):
+                    with otel_forge.span("x"):
+                        pass
+            else:
+                for key in range(10):
+                    for _ in range(20):
+                        record_metric(f"key{key}", 1.5)
             otel_forge.flush(step)
             step += 1
         times[on].append(time.perf_counter() - started)
@@ -350,35 +356,39 @@ print(json.dumps({"on": times[True], "off": times[False], "cpu_on": cpu[True], "
 """
 
 
-def _stepping(ranks: int, steps: int, size: int, products: int, say: Say) -> list[dict[str, Any]]:
+def _stepping(ranks: int, steps: int, size: int, products: int, say: Say, *more: str) -> list[dict[str, Any]]:
     """What each rank measured, with a real Collector and exporter beside."""
     with tempfile.TemporaryDirectory() as folder, _stack(Path(folder), say) as (_, servers):
         environ = {
             **os.environ, "OTEL_FORGE_ENDPOINT": servers.otlp_http, "OTEL_FORGE_SHAPE": servers.shape, "OTEL_FORGE_STATE_DIR": folder,
             "OTEL_FORGE_RUN_ID": "bench", "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [sys.executable, "-c", _STEP_LOOP, str(steps), "10", str(size), str(products)]
+        command = [sys.executable, "-c", _STEP_LOOP, str(steps), "10", str(size), str(products), *more]
         processes = [subprocess.Popen(command, env=environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True) for rank in range(ranks)]
         return [json.loads(process.communicate(timeout=300)[0]) for process in processes]
 
 
 def slowdown(say: Say) -> list[Result]:
     """Steps of 20 ms and more of one rank, blocks of ten with and without telemetry in turn: median of each, and of the blocks' differences."""
-    (found,) = _stepping(1, 1200, 1000, 2, say)
+    return [
+        _slowdown("step with 200 records and a flush", "≤ 5 % slower", *_stepping(1, 1200, 1000, 2, say)),
+        _slowdown("step with 200 spans and a flush", "≤ 2 % slower", *_stepping(1, 1200, 1000, 2, say, "spans")),
+    ]
+
+
+def _slowdown(what: str, target: str, found: dict[str, Any]) -> Result:
     with_median, without = statistics.median(found["on"]), statistics.median(found["off"])
-    result = _result("step with 200 records and a flush", with_median * 1000, "ms", "the same step without", without * 1000, "≤ 5 % slower")
+    result = _result(what, with_median * 1000, "ms", "the same step without", without * 1000, target)
     pairs = [
         statistics.median(found["on"][i : i + 10]) - statistics.median(found["off"][i : i + 10])
         for i in range(0, min(len(found["on"]), len(found["off"])), 10)
     ]
     low, _, high = statistics.quantiles(pairs, n=4)
-    return [
-        {
-            **result,
-            "percent": round(100 * (with_median / without - 1), 2),
-            "paired_ms": [round(1000 * item, 3) for item in (low, statistics.median(pairs), high)],
-        }
-    ]
+    return {
+        **result,
+        "percent": round(100 * (with_median / without - 1), 2),
+        "paired_ms": [round(1000 * item, 3) for item in (low, statistics.median(pairs), high)],
+    }
 
 
 def cpu(say: Say) -> list[Result]:
