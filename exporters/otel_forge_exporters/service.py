@@ -85,6 +85,10 @@ class _Run:
         return next((code for group in self.left.values() for code in group.values() if code), 0)
 
 
+RECONNECT_S = 4.0
+"""A Collector that has lost its exporter tries again after pauses that grow to this."""
+
+
 class Service:
     """Everything between a payload and the backends."""
 
@@ -191,7 +195,7 @@ class Service:
         """Wait until everything that was received is in rows and every backend has them.
 
         Values may still be under way in a Collector: all that the members say they flushed is waited for; where one has not said so (it was
-        killed, or this exporter was restarted), a quiet time of two windows.
+        killed), a quiet time of two windows; after a restart of this exporter, longer by what a Collector takes to find it again.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -207,7 +211,8 @@ class Service:
         everything_came = None if self._recovered else self._assembler.everything_came()
         if everything_came is not None:
             return everything_came
-        return self._clock() - self._last_payload >= self._grace_s
+        quiet_s = self._grace_s + (RECONNECT_S if self._recovered and self._grace_s else 0.0)
+        return self._clock() - self._last_payload >= quiet_s
 
     def _is_writing(self) -> bool:
         return any(outbox.is_worth_waiting_for() for run in list(self._runs.values()) for outbox in run.outboxes)
