@@ -333,6 +333,11 @@ def is_disabled() -> bool:
     return any(_is_true(name) for name in ENV_DISABLED)
 
 
+def is_exporter_off(signal: str) -> bool:
+    """Whether OTEL_METRICS_EXPORTER or OTEL_TRACES_EXPORTER (`signal`: METRICS or TRACES) says that nothing is exported."""
+    return os.environ.get(f"OTEL_{signal}_EXPORTER", "").strip() == "none"
+
+
 def are_scopes_disabled() -> bool:
     """Whether an environment variable turns scopes off."""
     return _is_true(ENV_SCOPES_DISABLED)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from otel_forge import pipeline
@@ -77,19 +78,19 @@ class _Suspended:
         finally:
             self.busy_ns += pieces.busy_ns
 
-    def end(self, error: BaseException | None) -> None:
+    def __enter__(self) -> _Suspended:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.opened.set_busy(self.busy_ns)
-        kind = None if error is None else type(error)
         self.context.run(self.scope.__exit__, kind, error, None)
 
 
 def _generator(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        suspended = _Suspended(make(args))
-        error: BaseException | None = None
-        body = suspended.run(function, *args, **kwargs)
-        advance, value = body.send, None
-        try:
+        with _Suspended(make(args)) as suspended:
+            body = suspended.run(function, *args, **kwargs)
+            advance, value = body.send, None
             while True:
                 try:
                     item = suspended.run(advance, value)
@@ -102,22 +103,15 @@ def _generator(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], A
                     raise
                 except BaseException as thrown:
                     advance, value = body.throw, thrown
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            suspended.end(error)
 
     return wrapper
 
 
 def _async_generator(function: Callable[..., Any], make: Callable[[tuple[Any, ...]], Any]) -> Any:
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        suspended = _Suspended(make(args))
-        error: BaseException | None = None
-        body = suspended.run(function, *args, **kwargs)
-        advance, value = body.asend, None
-        try:
+        with _Suspended(make(args)) as suspended:
+            body = suspended.run(function, *args, **kwargs)
+            advance, value = body.asend, None
             while True:
                 try:
                     item = await suspended.wait(advance(value))
@@ -130,11 +124,6 @@ def _async_generator(function: Callable[..., Any], make: Callable[[tuple[Any, ..
                     raise
                 except BaseException as thrown:
                     advance, value = body.athrow, thrown
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            suspended.end(error)
 
     return wrapper
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,10 +13,8 @@ from otel_forge.measuring import HostUsage
 from otel_forge.memory import GIB, Usage
 from otel_forge.metrics import Reduce, record_metric, registry
 from otel_forge.points import AttributeValue
-from otel_forge.spans import SpanRecord
+from otel_forge.spans import ANCHOR_NS, SpanRecord
 
-ANCHOR_NS = time.time_ns() - time.perf_counter_ns()
-"""Unix time minus the monotonic clock, read once: a jump of the wall clock never makes a duration wrong."""
 MAX_KEPT_KEYS = 10_000
 
 
@@ -49,8 +46,9 @@ def emit(
     """Give out a span, to the open role if `waiting` does not say where; dropped, and counted, where too many wait."""
     if waiting is None:
         waiting = pipeline.waiting_spans()
-    if registry().first_record is not None:  # a child process's way to its parent starts with what it records first
-        registry().start_relay()
+    first_record = registry().first_record
+    if first_record is not None:  # a child process's way to its parent starts with what it records first
+        first_record()
     if len(waiting) >= pipeline.MAX_WAITING_SPANS:
         registry().dropped += 1
         return

@@ -401,12 +401,6 @@ class Registry:
         self.route = route
         self.set_mode(off=self.off, bounded=self.bounded, stream=self.stream, stamp=self.stamp)
 
-    def start_relay(self) -> None:
-        """In a child process: start the way to the member that its parent is."""
-        first = self.first_record
-        if first is not None:
-            first()
-
     def is_empty(self) -> bool:
         """Whether everything that was recorded was taken."""
         return all(series.is_empty() for series in list(self.series.values()))

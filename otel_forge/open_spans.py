@@ -12,7 +12,7 @@ from typing import Protocol
 
 from otel_forge.points import AttributeValue
 from otel_forge.span_limits import child_id
-from otel_forge.spans import SpanRecord
+from otel_forge.spans import ANCHOR_NS, SpanRecord
 
 PENDING = "forge.pending"
 LAST_STEP = "forge.last_step"
@@ -34,9 +34,8 @@ open_scopes: dict[int, OpenScope] = {}
 class Announcer:
     """Makes the announcements. Used by the worker's thread only."""
 
-    def __init__(self, after_s: float, anchor_ns: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, after_s: float, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self._after_ns = int(after_s * 1e9)
-        self._anchor_ns = anchor_ns
         self._clock = clock
         self._announced: dict[int, tuple[int, int]] = {}
         """Span id → (id of its announcement, how long it had run then)."""
@@ -69,4 +68,4 @@ class Announcer:
         attributes: dict[str, AttributeValue] = {PENDING: True}
         if last is not None:
             attributes[LAST_STEP] = last
-        return SpanRecord(f"{name} (still running)", start_ns + self._anchor_ns, now + self._anchor_ns, own, parent, step, attributes)
+        return SpanRecord(f"{name} (still running)", start_ns + ANCHOR_NS, now + ANCHOR_NS, own, parent, step, attributes)

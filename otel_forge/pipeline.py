@@ -103,9 +103,9 @@ class Pipeline:
     ) -> None:
         """`root`: the process's own pipeline, whose way to a receiver a further role shares."""
         from otel_forge.identity import process_facts
-        from otel_forge.instruments import Instruments
         from otel_forge.open_spans import Announcer
-        from otel_forge.otel_spans import OtelSpans
+        from otel_forge.otel_spans import Nesting
+        from otel_forge.providers import Instruments, Tracers
         from otel_forge.self_observation import SelfObservation
         from otel_forge.span_limits import SpanLimit
         from otel_forge.spans import encode
@@ -131,7 +131,8 @@ class Pipeline:
         self._streaming: list[Any] | None = [] if self._wants_streams() else None
         self._sender_lock = threading.Lock()
         self._instruments = Instruments()
-        self._otel_spans = OtelSpans()
+        self._tracers = Tracers()
+        self._nesting = Nesting()
         self._system: SystemMetrics | None = None
         self._sender: SenderLike | None = given["sender"]
         self._worker: Worker = Worker(
@@ -140,7 +141,7 @@ class Pipeline:
             stream=self._streaming,
             observe=SelfObservation().figures,
             limit=SpanLimit(config.tracing.max_spans_per_step),
-            announcer=Announcer(config.tracing.pending_after_s, time.time_ns() - time.perf_counter_ns()) if root is None else None,
+            announcer=Announcer(config.tracing.pending_after_s) if root is None else None,
             may_identify=self._is_member_certain,
             encode_spans=encode,
             settle=measuring.settle,
@@ -227,15 +228,22 @@ class Pipeline:
             self._run_info_sent = self._run_info()
             sender.put(builder.control(wire.PACKET_RUN_INFO, self._run_info_sent, now))
         if self.root is None and destination.metrics_url is not None and self.given["sender"] is None:
-            settings = destination.settings
-            how = (self._headers(settings.headers), settings.timeout_s, settings.protocol, builder.resource)
-            self._instruments.install(destination.metrics_url, *how)
-            if destination.traces_url is not None and self.config.tracing.enabled:
-                self._otel_spans.install(destination.traces_url, *how)
+            self._provide_for_others(destination, builder.resource)
         if self.root is None and open_scope_ids is not None and self.config.tracing.enabled:
-            self._otel_spans.nest(open_scope_ids)
+            self._nesting.begin(open_scope_ids)
         self._watch_system(member)
         return Identified(run, builder, sender, builder.resource)
+
+    def _provide_for_others(self, destination: Destination, resource: Mapping[str, AttributeValue]) -> None:
+        """What other packages measure and trace goes the same way, where nobody else takes it."""
+        from otel_forge.providers import Receiver
+
+        settings = destination.settings
+        how = (self._headers(settings.headers), settings.timeout_s, settings.protocol)
+        if destination.metrics_url is not None:
+            self._instruments.install(Receiver(destination.metrics_url, *how), resource)
+        if destination.traces_url is not None and self.config.tracing.enabled:
+            self._tracers.install(Receiver(destination.traces_url, *how), resource)
 
     def _watch_system(self, member: Member) -> None:
         """Record the node's own figures, in one process of each node."""
@@ -394,8 +402,9 @@ class Pipeline:
             pipeline.finish(deadline, exit_code if exit_code is not None else self.exit_code)
         if self._system is not None:  # after the members: one that never flushed is identified, and begins to watch, at its end
             self._system.stop()
-        for others in (self._otel_spans, self._instruments):
-            others.shutdown(max(0.1, (deadline - time.monotonic()) / 2))
+        self._nesting.end()
+        for provider in (self._tracers, self._instruments):
+            provider.shutdown(max(0.1, (deadline - time.monotonic()) / 2))
         if self._sender is None:
             return DeliveryReport(delivered=0, spilled=0, dropped=0)
         return self._sender.shutdown(max(0.1, deadline - time.monotonic()))
@@ -415,7 +424,7 @@ class Pipeline:
         with self._lock:
             found = self.roles.get((name, replica))
             if found is None:
-                given = {**self.given, "role": name, "replica": replica, "rank": rank, "world_size": world_size, "run_id": self.given["run_id"]}
+                given = {**self.given, "role": name, "replica": replica, "rank": rank, "world_size": world_size}
                 found = Pipeline(self.config, explicit=self._explicit, given=given, registry=metrics.Registry(), root=self)
                 found.registry.strict = self.registry.strict
                 self.roles[name, replica] = found

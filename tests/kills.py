@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from otel_forge.cli.tiers import Server, Tiers
+from tests.integration.conftest import rows_of
 from tests.ranks import RUN_ID, Job, RankProcess, expected, processes_of
 
 UNSENT_S = 15.0
@@ -87,8 +88,7 @@ def run(plan: Plan, folder: Path) -> dict[str, Any]:
         for process in processes:
             process.stop()
         tiers.stop()
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    return judge(plan, rows, course) | {"duration_s": round(time.monotonic() - started, 1)}
+    return judge(plan, rows_of(folder / "rows.jsonl"), course) | {"duration_s": round(time.monotonic() - started, 1)}
 
 
 def _run(plan: Plan, tiers: Tiers, processes: Sequence[RankProcess], folder: Path) -> Course:

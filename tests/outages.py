@@ -21,6 +21,7 @@ from otel_forge_exporters.backend import RunInfo
 from otel_forge_exporters.rows import Row
 
 from otel_forge.cli.tiers import Server, Tiers
+from tests.integration.conftest import rows_of
 from tests.kills import settle
 from tests.ranks import Job, RankProcess, expected, processes_of
 
@@ -44,7 +45,7 @@ class Fragile:
 
     def has(self, row: Row) -> bool | None:
         self._ask()
-        return any((found["step"], found["revision"]) == (row.step, row.revision) for found in read(self._folder / "fragile.jsonl"))
+        return any((found["step"], found["revision"]) == (row.step, row.revision) for found in rows_of(self._folder / "fragile.jsonl"))
 
     def close(self, exit_code: int | None, timeout_s: float) -> None:
         pass
@@ -77,11 +78,6 @@ class Plan:
         return int((self.exporter_s + self.collector_s + self.backend_s + 4 * self.between_s) / self.interval_s)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of rows."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def run(plan: Plan, folder: Path) -> dict[str, Any]:
     """Run the plan and judge the rows of both backends. Raises ServerError when a server does not come back."""
     config = folder / "forge.yaml"
@@ -102,7 +98,7 @@ def run(plan: Plan, folder: Path) -> dict[str, Any]:
             assert process.process is not None, "started above"
             process.process.wait(300)
         drained = settle(tiers, folder / "rows.jsonl", plan.quiet_s)
-        _until(lambda: len(read(folder / "fragile.jsonl")) >= len(read(folder / "rows.jsonl")))
+        _until(lambda: len(rows_of(folder / "fragile.jsonl")) >= len(rows_of(folder / "rows.jsonl")))
     finally:
         for process in processes:
             process.stop()
@@ -111,7 +107,7 @@ def run(plan: Plan, folder: Path) -> dict[str, Any]:
         "steps": plan.steps,
         "drained": drained,
         "others_went_on": grew,
-        **{name: judge(plan, read(folder / f"{name}.jsonl")) for name in BACKENDS},
+        **{name: judge(plan, rows_of(folder / f"{name}.jsonl")) for name in BACKENDS},
     }
 
 
@@ -124,11 +120,11 @@ def _outages(plan: Plan, tiers: Tiers, folder: Path, job: Job) -> bool:
         _catch_up(plan, folder, job)
         _away(tiers.servers[name], away_s)
     _catch_up(plan, folder, job)
-    before = len(read(folder / "rows.jsonl"))
+    before = len(rows_of(folder / "rows.jsonl"))
     (folder / "down").touch()
     time.sleep(plan.backend_s)
-    _until(lambda: len(read(folder / "rows.jsonl")) > before)
-    during = len(read(folder / "rows.jsonl"))
+    _until(lambda: len(rows_of(folder / "rows.jsonl")) > before)
+    during = len(rows_of(folder / "rows.jsonl"))
     (folder / "down").unlink()
     return during > before
 
@@ -137,7 +133,7 @@ def _catch_up(plan: Plan, folder: Path, job: Job) -> None:
     """Let the rows of the steps up to now be written, so that outages do not add up: a step that is sent anew may overtake a queue."""
     time.sleep(plan.between_s)
     due = min(job.steps, int((time.time() - job.start_unix) / job.interval_s))
-    _until(lambda: len({row["step"] for row in read(folder / "rows.jsonl")} & set(range(due))) >= due)
+    _until(lambda: len({row["step"] for row in rows_of(folder / "rows.jsonl")} & set(range(due))) >= due)
 
 
 def _until(condition: Callable[[], bool]) -> None:

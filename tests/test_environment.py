@@ -339,8 +339,7 @@ def test_an_sdk_exporter_that_fails_costs_the_training_nothing_and_is_said(caplo
     assert "lost a packet: OSError('no space')" in caplog.text
 
 
-def test_a_packet_s_route_survives_as_a_packet() -> None:
-    """What SdkSender is given is what any sender is given."""
+def test_an_empty_payload_is_empty_data() -> None:
     from otel_forge.sdk_exporters import metrics_data
 
     assert list(metrics_data(Packet(b"", "metrics", None, False, "x").payload).resource_metrics) == []
