@@ -439,6 +439,8 @@ def _fold_of(reduction: Reduction) -> tuple[str, tuple[float, ...]]:
 
 
 def _take(items: list[Any]) -> list[Any]:
+    if not items:  # nearly always: most series have plain values only
+        return []
     count = len(items)
     taken = items[:count]
     del items[:count]
