@@ -100,6 +100,8 @@ class Assembler:
         self._attention: dict[RowId, None] = {}
         """Open rows that are unwritten or have new units: all that `due` looks at."""
         self._closed: dict[RowId, Tombstone | None] = {}
+        self._counts_all = True
+        """Whether `rows_of` has every row, those of earlier processes too."""
         self._late: dict[RowId, set[MemberId]] = {}
         """Closed rows, and members that they had not heard of."""
         self._marked: dict[RowId, Tombstone | None] = {}
@@ -116,8 +118,14 @@ class Assembler:
         self._restored[revision.row_id] = (revision.row, revision.chosen)
 
     def mark_closed(self, row_id: RowId, tombstone: Tombstone | None = None) -> None:
-        """Tell of a row that an earlier process closed."""
+        """Tell of a row that an earlier process closed. Without a tombstone, nobody knows any more whose packets are in it."""
         self._closed[row_id] = tombstone
+        if tombstone is None:
+            self._counts_all = False
+            return
+        rows_of = self._group(row_id).rows_of
+        for member in tombstone.heard():
+            rows_of[member] = rows_of.get(member, 0) + 1
 
     def add(self, unit: Unit, now: float) -> bool:
         """Take a unit. False when it is known already, or its row is closed and knows its members."""
@@ -340,7 +348,9 @@ class Assembler:
         return {**self._group(row_id).worlds, **state.worlds}
 
     def everything_came(self) -> bool | None:
-        """Whether every member has said that it is done and all that it flushed is here; None when some member has not said so."""
+        """Whether every member has said that it is done and all that it flushed is here; None when that cannot be known."""
+        if not self._counts_all:
+            return None
         expected = [member_id(replica, rank) for group in self._groups.values() for replica, world in group.worlds.items() for rank in range(world)]
         said = sum(len(group.flushed) for group in self._groups.values())
         if not expected or said < len(expected):

@@ -136,7 +136,7 @@ class Service:
         self._last_payload = self._clock()
         self._busy = False
         self._recovered = False
-        """Whether an earlier process took a part of the payloads, so that those of this one are not all."""
+        """Whether this process goes on where an earlier one ended."""
         self._stopped = False
         self._recheck_up_to = max((row.seq for row in self._spool.last_revisions()), default=0)
         self._thread = threading.Thread(target=self._loop, name="otel-forge-assemble", daemon=True)
@@ -208,7 +208,7 @@ class Service:
     def _is_drained(self) -> bool:
         if self._busy or not self._incoming.empty() or self._assembler.waiting() or self._owed or self._owed_rows or self._is_writing():
             return False
-        everything_came = None if self._recovered else self._assembler.everything_came()
+        everything_came = self._assembler.everything_came()
         if everything_came is not None:
             return everything_came
         quiet_s = self._grace_s + (RECONNECT_S if self._recovered and self._grace_s else 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from otel_forge_exporters.decode import MemberId, member_id, member_name
@@ -29,6 +29,12 @@ class Tombstone:
         everyone = {member_id(replica, rank) for replica, world in worlds.items() for rank in range(world)}
         tasks = frozenset(member for member in members if isinstance(member, str))
         return cls(tuple(sorted(worlds.items())), frozenset(everyone - members), tasks)
+
+    def heard(self) -> Iterator[MemberId]:
+        """The members that the row has heard of."""
+        everyone = (member_id(replica, rank) for replica, world in self.worlds for rank in range(world))
+        yield from (member for member in everyone if member not in self.absent)
+        yield from self.tasks
 
     def is_new(self, member: MemberId) -> bool:
         """Whether the row has not heard of this member."""

@@ -249,6 +249,35 @@ def test_drained_means_that_all_that_the_ranks_say_they_flushed_is_here(tmp_path
     service.stop(5.0, 0)
 
 
+def test_a_restarted_service_still_knows_what_is_missing_however_quiet_it_is(tmp_path: Path) -> None:
+    """Three of five flushes, one row of them closed, then kill -9: after the restart two are still waited for."""
+    config = load_config({"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}})
+    now = [0.0]
+    ranks = Ranks(1)
+    first = Service(config, state_dir=tmp_path / "state", work_dir=tmp_path, clock=lambda: now[0])
+    first.start()
+    first.accept_metrics(ranks.control(0, "hello", {}))
+    first.accept_metrics(ranks.send(0, 0, mean(1.0)))
+    wait_for(lambda: len(rows_of(tmp_path / "rows.jsonl")) == 1, 10, "the first row")
+    now[0] += 1000.0  # it is closed
+    wait_for(lambda: len(first._spool.closed_rows()) == 1, 10, "a closed row")
+    for step in (1, 2):
+        first.accept_metrics(ranks.send(0, step, mean(1.0)))
+    wait_for(lambda: len(rows_of(tmp_path / "rows.jsonl")) == 3, 10, "three rows")
+    first._spool.close()
+    second = Service(config, state_dir=tmp_path / "state", work_dir=tmp_path, clock=lambda: now[0])
+    second.start()
+    second.accept_metrics(ranks.control(0, "last", {"exit_code": 0, "flushes": 5}))
+    second.accept_metrics(ranks.send(0, 3, mean(1.0)))
+    wait_for(lambda: len(rows_of(tmp_path / "rows.jsonl")) == 4, 10, "four rows")
+    now[0] += 1000.0
+    assert not second.drain(1.0)
+    second.accept_metrics(ranks.send(0, 4, mean(1.0)))
+    assert second.drain(10)
+    second.stop(5.0, 0)
+    assert [found["step"] for found in rows_of(tmp_path / "rows.jsonl")] == [0, 1, 2, 3, 4]
+
+
 def test_a_run_that_is_ended_too_late_is_ended_by_the_next_process(tmp_path: Path) -> None:
     """A machine with too much to do: the time to stop is over, and the spool closed, before a run's end is noted."""
     config = load_config({"metric_logging": {"jsonl": {"path": str(tmp_path / "rows.jsonl")}}})
